@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row containers: `Sample`, `Part`, `LatentSegment`, `Canvas`, `NoiseRecipe`, `SamplingParams`."""
+
+from unirl.types.canvas import Canvas, check_canvases
+from unirl.types.columns import ROW, SHARED, Columns
+from unirl.types.latent import UNUSED, LatentSegment, frames_to_keep
+from unirl.types.sample import Part, Sample
+from unirl.types.sampling import STREAM_EVAL, STREAM_TRAIN, NoiseRecipe, SamplingParams, group_of
+
+__all__ = [
+    "ROW",
+    "SHARED",
+    "STREAM_EVAL",
+    "STREAM_TRAIN",
+    "UNUSED",
+    "Canvas",
+    "Columns",
+    "LatentSegment",
+    "NoiseRecipe",
+    "Part",
+    "Sample",
+    "SamplingParams",
+    "check_canvases",
+    "frames_to_keep",
+    "group_of",
+]
