@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config dataclasses, parsing with unknown-key errors, and the checks that run before any worker starts."""
+
+from unirl.config.checks import check
+from unirl.config.parse import changed_keys, parse, to_plain
+from unirl.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    DatasetConfig,
+    EmaConfig,
+    EvalConfig,
+    LoggingConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParityConfig,
+    RewardConfig,
+    RewardStackConfig,
+    RunConfig,
+    SamplingConfig,
+    ScorerConfig,
+    StackConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "DatasetConfig",
+    "EmaConfig",
+    "EvalConfig",
+    "LoggingConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParityConfig",
+    "RewardConfig",
+    "RewardStackConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ScorerConfig",
+    "StackConfig",
+    "changed_keys",
+    "check",
+    "parse",
+    "to_plain",
+]

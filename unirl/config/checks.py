@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known to be wrong before a worker starts."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from unirl.config.schema import RunConfig
+
+
+def check(config: RunConfig, *, asynchronous: bool) -> None:
+    """Raises `ValueError` for combinations of keys that cannot run, naming the keys to change."""
+    _positive(config)
+    _sampling(config)
+    _layout(config, asynchronous)
+    if config.reward.scorers and not any(s.weight != 0 for s in config.reward.scorers):
+        raise ValueError("reward.scorers all have weight 0 (monitors); give at least one a non-zero weight")
+    if not config.reward.scorers:
+        raise ValueError("reward.scorers is empty; name at least one scorer")
+    if config.old_logp_source == "replay" and config.model.train == "full" and config.may_lag(asynchronous):
+        raise ValueError(
+            "old_logp_source: replay needs the generating weights of lagging rows, which are kept for adapters only, but "
+            "model.train is full; set old_logp_source: rollout, or model.train: lora"
+        )
+    if config.model.path is not None and not os.path.exists(config.model.path):
+        raise ValueError(f"model.path {config.model.path!r} does not exist; change model.path")
+
+
+def _positive(config: RunConfig) -> None:
+    for key in (
+        "num_rollouts batch_size samples_per_prompt num_devices num_nodes threads_per_worker max_inflight weight_sync_interval"
+    ).split():
+        if getattr(config, key) < 1:
+            raise ValueError(f"{key} is {getattr(config, key)}; allowed: 1 or more")
+    for key in ("eval_interval", "save_interval", "buffer_max_staleness"):
+        if getattr(config, key) < 0:
+            raise ValueError(f"{key} is {getattr(config, key)}; allowed: 0 or more")
+    for key, value in (
+        ("stack.micro_batch_size", config.stack.micro_batch_size),
+        ("stack.num_updates_per_batch", config.stack.num_updates_per_batch),
+        ("reward_stack.micro_batch_size", config.reward_stack.micro_batch_size),
+        ("eval.samples_per_prompt", config.eval.samples_per_prompt),
+    ):
+        if value < 1:
+            raise ValueError(f"{key} is {value}; allowed: 1 or more")
+    for key, number in (
+        ("optim.lr", config.optim.lr),
+        ("optim.max_grad_norm", config.optim.max_grad_norm),
+        ("algorithm.clip_range", config.algorithm.clip_range),
+    ):
+        if not (number > 0 and math.isfinite(number)):
+            raise ValueError(f"{key} is {number}; allowed: a finite number above 0")
+    if not 0 <= config.optim.ema.decay < 1:
+        raise ValueError(f"optim.ema.decay is {config.optim.ema.decay}; allowed: 0 (off) up to, not including, 1")
+    if config.stack.num_updates_per_batch > config.batch_size:
+        raise ValueError(
+            f"stack.num_updates_per_batch is {config.stack.num_updates_per_batch}, but a batch has {config.batch_size} groups; "
+            "lower it or raise batch_size"
+        )
+
+
+def _sampling(config: RunConfig) -> None:
+    sampling = config.sampling
+    sampling.sde.check(sampling.num_inference_steps, sampling.rule)
+    if sampling.eta <= 0:
+        raise ValueError(f"sampling.eta is {sampling.eta}; allowed: above 0 while training (eval.eta may be 0)")
+    if sampling.rule == "cps" and sampling.eta > 1:
+        raise ValueError(f"sampling.eta is {sampling.eta} with rule cps; allowed: above 0 and at most 1")
+
+
+def _layout(config: RunConfig, asynchronous: bool) -> None:
+    if asynchronous and config.layout != "separate":
+        raise ValueError(f"layout is {config.layout!r}; the async trainer needs layout: separate (two disjoint slabs)")
+    if config.layout == "separate":
+        if config.num_devices < 2:
+            raise ValueError(f"layout: separate needs num_devices of at least 2, one a slab; num_devices is {config.num_devices}")
+        config.slab_sizes()
+    if config.transport_kind == "colocate_store" and (config.layout != "separate" or config.max_inflight != 1):
+        raise ValueError(
+            "transport_kind: colocate_store moves data through the rollout actor and needs layout: separate and max_inflight: 1; "
+            f"they are {config.layout!r} and {config.max_inflight}; change them, or set transport_kind: object_store"
+        )
+    if not asynchronous and config.buffer_max_staleness:
+        raise ValueError(
+            f"buffer_max_staleness is {config.buffer_max_staleness}; the sync trainers have no buffer: set it to 0 or use train_async_diffusion"
+        )
