@@ -42,12 +42,12 @@ class Stage(Protocol):
     def sigmas(self, params: Any, canvas: Any) -> torch.Tensor:
         """float64 `[T + 1]` from 1 to 0 for one canvas, by the scheduler's own configuration."""
 
-    def sample(self, part: Part, sde_steps: torch.Tensor, *, decode: bool = True) -> Part:
+    def sample(self, part: Part, *, decode: bool = True) -> Part:
         """Denoises every row of `part` (rows of a group contiguous or not, canvases mixed or not).
 
         Args:
-            part: rows with prompts, canvases (metadata), source images and `params`.
-            sde_steps: int64 `[N, S]` trained steps a row; `S` may be 0 (nothing stochastic, nothing stored but the end).
+            part: rows with prompts, canvases (metadata), source images, `params` and `sde_steps` (int64 `[N, S]`; where it is
+                None or S is 0 nothing is stochastic and nothing but the final latent is stored).
         Returns: the same rows in the same order with `segment`, `fingerprints` and, when `decode`, `media`.
         """
 

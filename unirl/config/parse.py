@@ -92,7 +92,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _wrong(where, value, hint)
-        return dict(value)
+        return {str(k): _convert(args[1], v, _join(where, k)) for k, v in value.items()}
     return _convert_scalar(hint, value, where)
 
 

@@ -148,10 +148,10 @@ class DatasetConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """`data`: the prompts that are trained and evaluated on."""
+    """`data`: the prompts that are trained and evaluated on. `eval` may name several sets; the first one is `eval/reward`."""
 
     train: DatasetConfig = field(default_factory=DatasetConfig)
-    eval: DatasetConfig = field(default_factory=DatasetConfig)
+    eval: dict[str, DatasetConfig] = field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 
 from unirl.types.canvas import Canvas, check_canvases
 from unirl.types.columns import ROW, SHARED, Columns
-from unirl.types.latent import UNUSED, LatentSegment, frames_to_keep
+from unirl.types.latent import UNUSED, LatentSegment, SegmentRef, frames_to_keep
 from unirl.types.sample import Part, Sample
 from unirl.types.sampling import STREAM_EVAL, STREAM_TRAIN, NoiseRecipe, SamplingParams, group_of
 
@@ -20,6 +20,7 @@ __all__ = [
     "Part",
     "Sample",
     "SamplingParams",
+    "SegmentRef",
     "check_canvases",
     "frames_to_keep",
     "group_of",

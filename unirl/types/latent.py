@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,33 @@ class LatentSegment(Columns):
             log_probs=log_probs,
             sigmas=sigmas,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentRef(Columns):
+    """Rows of segments that lie in a store: which object (an opaque handle) and which row of it. Moving rows moves no data."""
+
+    handles: tuple[Any, ...] = row()
+    rows: tuple[int, ...] = row()
+
+    @classmethod
+    def of(cls, handle: Any, num_rows: int) -> SegmentRef:
+        """All rows of one stored segment."""
+        return cls(handles=(handle,) * num_rows, rows=tuple(range(num_rows)))
+
+    def objects(self) -> list[Any]:
+        """The distinct handles, in order of first use."""
+        return list(dict.fromkeys(self.handles))
+
+    def resolve(self, stored: Mapping[Any, LatentSegment]) -> LatentSegment:
+        """The rows themselves, in order, from `{handle: segment}`."""
+        pieces: list[LatentSegment] = []
+        start = 0
+        for end in range(1, len(self) + 1):
+            if end == len(self) or self.handles[end] != self.handles[start]:
+                pieces.append(stored[self.handles[start]].select(self.rows[start:end]))
+                start = end
+        return LatentSegment.concat(pieces)
 
 
 def frames_to_keep(sde_steps: Sequence[int], num_inference_steps: int) -> list[int]:

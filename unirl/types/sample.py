@@ -25,7 +25,8 @@ class Part(Columns):
         prompts: one text a row.
         metadata: the dataset row's metadata, `{"canvas": [H, W]}` among it.
         images: source image of a row (uint8 `[H, W, 3]` or `[H, W, 1]`) or None.
-        segment: `LatentSegment`, or a reference to one that lies in a store.
+        sde_steps: int64 `[N, S]`, the trained steps; the same for all siblings of a group.
+        segment: `LatentSegment`, or a `SegmentRef` to one that lies in a store.
         media: decoded images, float32 `[H, W, C]` in [0, 1].
         rewards: float64 `[N]`. component_rewards: the parts they were combined from.
         advantages: float64 `[N]`.
@@ -40,6 +41,7 @@ class Part(Columns):
     prompts: tuple[str, ...] = row()
     metadata: tuple[Mapping[str, Any], ...] = row()
     images: tuple[np.ndarray | None, ...] | None = row(None)
+    sde_steps: torch.Tensor | None = row(None)
     segment: Any = row(None)
     media: tuple[np.ndarray, ...] | None = row(None)
     rewards: torch.Tensor | None = row(None)
