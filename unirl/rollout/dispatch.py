@@ -27,10 +27,10 @@ class RolloutRequest(Protocol):
 class RayGenerationDispatcher:
     """Runs a generation on the Ray actors of the rollout slab, each with a contiguous share of its groups.
 
-    `workers` are actor handles with a `generate(request)` method; a generation with fewer groups than workers
-    leaves the last ones idle. What `generate` returns should be light, with the trajectories by reference.
-    `collect_fn(results)` turns the workers' results, in worker order, into groups; it runs on the driver,
-    once a reap, and does whatever moves data or scores it. `ray` is the module.
+    `workers` are actor handles with a `generate(request)` method of two results: light rows, and trajectories,
+    which the driver never fetches. A generation with fewer groups than workers leaves the last ones idle.
+    `collect_fn(pairs)` turns the workers' (light, trajectories) references, in worker order, into groups; it
+    runs on the driver, once a reap, and does whatever moves data. `ray` is the module.
 
     A worker that died makes `collect` raise `ray.exceptions.RayActorError`.
     """
@@ -50,7 +50,7 @@ class RayGenerationDispatcher:
         parts = request.split()
         shares = contiguous_shares(len(parts), len(self._workers))
         return [
-            worker.generate.remote(request.concat(parts[start:stop]))
+            tuple(worker.generate.options(num_returns=2).remote(request.concat(parts[start:stop])))
             for worker, (start, stop) in zip(self._workers, shares, strict=True)
             if stop > start
         ]
@@ -62,11 +62,12 @@ class RayGenerationDispatcher:
         self._num_ended(handle, timeout_s=None)
 
     def collect(self, handle: list[Any]) -> Sequence[RolloutGroup]:
-        return self._collect_fn(self._ray.get(handle))
+        return self._collect_fn(handle)
 
     def _num_ended(self, handle: list[Any], timeout_s: float | None) -> int:
         # fetch_local=False: asking whether a result exists must not copy it to this node.
-        ended, _ = self._ray.wait(handle, num_returns=len(handle), timeout=timeout_s, fetch_local=False)
+        light = [pair[0] for pair in handle]
+        ended, _ = self._ray.wait(light, num_returns=len(handle), timeout=timeout_s, fetch_local=False)
         return len(ended)
 
 

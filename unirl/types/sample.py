@@ -130,6 +130,13 @@ class Sample:
         """One (height, width) a frontier row."""
         return self.frontier.canvases()
 
+    @property
+    def group_id(self) -> str:
+        """Id of the only root; defined for a Sample of one tree."""
+        if len(self.parts[0]) != 1:
+            raise ValueError(f"group_id of a Sample with {len(self.parts[0])} roots; split() it first")
+        return self.parts[0].ids[0]
+
     def split(self) -> list[Sample]:
         """One tree-complete Sample a root, in root order."""
         trees = []

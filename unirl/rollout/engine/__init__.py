@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout engines. Each satisfies `unirl.protocols.Engine`."""
