@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes of the denoised block: keys and values of text and source images, computed once a group.
+
+The siblings of a group read one prefix. Groups with the same prompt and source share its computation, and the text-CFG
+context of an image-to-image request is the front of its generation context, so it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unirl.models.bagel.layout import CONTEXT_NAMES, Block, Layout
+from unirl.models.bagel.model import Bagel
+from unirl.models.bagel.transformer import LayerCache, Tokens
+
+_ALIGNMENT = 32
+
+
+@dataclass(frozen=True, eq=False)
+class SourceImage:
+    """A source image as the model reads it.
+
+    Attributes:
+        vae_latent: ``[z, h, w]``, scaled as the denoised latents are.
+        vit_pixels: ``[c, H, W]`` in [-1, 1].
+        key: equal for equal images; groups with equal keys share their prefix.
+    """
+
+    vae_latent: Tensor
+    vit_pixels: Tensor
+    key: Hashable
+
+
+@dataclass(frozen=True, eq=False)
+class ContextRequest:
+    """One group: its layout, and its source image when the layout has one."""
+
+    layout: Layout
+    source: SourceImage | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """One guidance branch's prefix of G groups.
+
+    Attributes:
+        layers: every layer's rotated keys and values ``[G, Hk, P, D]``, right-padded with zeros to the longest.
+        lengths: keys and values each group really has.
+        prefix_lengths: the same as int32 ``[G]`` on the device, or ``None`` when all equal P.
+        rope_offsets: rotary position of the denoised block that follows, int64 ``[G]``.
+    """
+
+    layers: list[LayerCache]
+    lengths: tuple[int, ...]
+    prefix_lengths: Tensor | None
+    rope_offsets: Tensor
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return len(self.lengths)
+
+    def select(self, groups: Sequence[int]) -> Context:
+        """The same prefix for some of the groups (or some of them several times)."""
+        index = torch.tensor(list(groups), dtype=torch.int64, device=self.rope_offsets.device)
+        return Context(
+            layers=[LayerCache(layer.key[index], layer.value[index]) for layer in self.layers],
+            lengths=tuple(self.lengths[group] for group in groups),
+            prefix_lengths=None if self.prefix_lengths is None else self.prefix_lengths[index],
+            rope_offsets=self.rope_offsets[index],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Contexts:
+    """The contexts that were asked for, by name."""
+
+    by_name: dict[str, Context]
+
+    def of(self, name: str) -> Context:
+        """The context called ``name``; ``ValueError`` when it was not built."""
+        if name not in self.by_name:
+            raise ValueError(f"context {name!r} was not built; built: {', '.join(self.by_name)}")
+        return self.by_name[name]
+
+    def select(self, groups: Sequence[int]) -> Contexts:
+        """The contexts of some of the groups."""
+        return Contexts({name: context.select(groups) for name, context in self.by_name.items()})
+
+
+@dataclass(eq=False)
+class _Prefix:
+    """Row ``row`` of a batched prefill, of which the first ``length`` keys and values are real."""
+
+    layers: list[LayerCache]
+    row: int
+    length: int
+
+
+def build_contexts(
+    model: Bagel,
+    requests: Sequence[ContextRequest],
+    names: Sequence[str] = CONTEXT_NAMES,
+    *,
+    pad_text: bool | None = None,
+) -> Contexts:
+    """Prefill the contexts of G groups.
+
+    Gradients flow wherever the weights ask for them: a text prefix of a model whose understanding expert is frozen
+    costs no graph, an image-to-image prefix goes through the generation expert and does.
+
+    Args:
+        model: the weights.
+        requests: one a group.
+        names: which of ``gen``, ``cfg_text``, ``cfg_img`` to build.
+        pad_text: prefill texts of different lengths in one call. By default only without
+            ``config.batch_invariant``, for padding moves last bits; training that needs no exact replay may ask for it.
+
+    Raises:
+        ValueError: a request whose layout has a source image and that brings none.
+    """
+    if not requests:
+        raise ValueError("build_contexts was given no requests; it needs one a group")
+    for number, request in enumerate(requests):
+        if request.layout.cfg_text.blocks and request.source is None:
+            raise ValueError(f"request {number} has a source image in its layout but brings none (source is None)")
+    pad_text = not model.config.batch_invariant if pad_text is None else pad_text
+    done: dict[Hashable, _Prefix] = {}
+    by_name: dict[str, Context] = {}
+    shared: dict[tuple[Hashable, ...], Context] = {}
+    # The generation context comes first: the text-CFG context is a by-product of it.
+    for name in sorted(names, key=CONTEXT_NAMES.index):
+        keys = tuple(_key(request.layout.context(name).blocks, request) for request in requests)
+        if keys not in shared:
+            _prefill_missing(model, requests, name, keys, done, pad_text)
+            shared[keys] = _assemble(model, requests, name, [done[key] for key in keys])
+        by_name[name] = shared[keys]
+    return Contexts(by_name)
+
+
+def _key(blocks: tuple[Block, ...], request: ContextRequest) -> Hashable:
+    has_image = any(block.grid for block in blocks)
+    return blocks, request.source.key if has_image else None
+
+
+def _prefill_missing(
+    model: Bagel,
+    requests: Sequence[ContextRequest],
+    name: str,
+    keys: Sequence[Hashable],
+    done: dict[Hashable, _Prefix],
+    pad_text: bool,
+) -> None:
+    buckets: dict[Hashable, dict[Hashable, ContextRequest]] = {}
+    for key, request in zip(keys, requests, strict=True):
+        if key not in done:
+            blocks = request.layout.context(name).blocks
+            shape = tuple((b.kind, b.grid, None if b.grid or pad_text else b.num_tokens) for b in blocks)
+            buckets.setdefault(shape, {})[key] = request
+    for bucket in buckets.values():
+        _prefill(model, list(bucket), list(bucket.values()), name, done)
+
+
+def _prefill(
+    model: Bagel, keys: list[Hashable], requests: list[ContextRequest], name: str, done: dict[Hashable, _Prefix]
+) -> None:
+    """Prefill requests whose blocks are alike, text lengths excepted; text comes last, so padding it is harmless."""
+    contexts = [request.layout.context(name) for request in requests]
+    caches: list[LayerCache] | None = None
+    for number, block in enumerate(contexts[0].blocks):
+        tokens, positions = _embed(model, number, [context.blocks[number] for context in contexts], requests)
+        caches = model.language_model.model.prefill(tokens, positions, caches, causal=block.kind == "text")
+        following = number + 1
+        for row, (context, request) in enumerate(zip(contexts, requests, strict=True)):
+            front = context.blocks[:following]
+            length = sum(b.num_tokens for b in front)
+            done[_key(front, request)] = _Prefix(caches, row, length)
+    if caches is None:
+        language = model.config.language
+        empty = torch.zeros(
+            1, language.num_key_value_heads, 0, language.head_dim, device=model.device, dtype=model.dtype
+        )
+        caches = [LayerCache(empty, empty)] * language.num_hidden_layers
+        for key in keys:
+            done[key] = _Prefix(caches, 0, 0)
+
+
+def _embed(
+    model: Bagel, number: int, blocks: list[Block], requests: list[ContextRequest]
+) -> tuple[Tokens, Tensor]:
+    first = blocks[0]
+    if first.kind == "text":
+        longest = max(block.num_tokens for block in blocks)
+        filler = model.config.tokens.eos_token_id
+        ids = [[*block.token_ids, *[filler] * (longest - block.num_tokens)] for block in blocks]
+        positions = torch.arange(first.rope_position, first.rope_position + longest, device=model.device)
+        return model.text_block(torch.tensor(ids, device=model.device)), positions
+    position = torch.tensor([first.rope_position], device=model.device)
+    if first.kind == "vae":
+        latents = torch.stack([request.source.vae_latent for request in requests]).to(model.device)
+        return model.vae_block(first, latents), position
+    pixels = torch.stack([request.source.vit_pixels for request in requests]).to(model.device)
+    return model.vit_block(first, pixels), position
+
+
+def _assemble(
+    model: Bagel, requests: Sequence[ContextRequest], name: str, prefixes: list[_Prefix]
+) -> Context:
+    """Stack the groups' prefixes, padded to the longest."""
+    lengths = tuple(prefix.length for prefix in prefixes)
+    width = max(lengths)
+    if model.config.batch_invariant:
+        # Where a group's keys end up in a sum must not depend on how long its neighbours' prefixes are.
+        width = -(-width // _ALIGNMENT) * _ALIGNMENT
+    layers: list[LayerCache] = []
+    for index in range(model.config.language.num_hidden_layers):
+        pairs = zip(*(_rows(prefixes, index, side, width) for side in (0, 1)), strict=True)
+        layers.append(LayerCache(*(torch.cat(parts) for parts in zip(*pairs, strict=True))))
+    uneven = any(length != width for length in lengths)
+    offsets = [request.layout.context(name).rope_offset for request in requests]
+    return Context(
+        layers=layers,
+        lengths=lengths,
+        prefix_lengths=torch.tensor(lengths, dtype=torch.int32, device=model.device) if uneven else None,
+        rope_offsets=torch.tensor(offsets, dtype=torch.int64, device=model.device),
+    )
+
+
+def _rows(prefixes: list[_Prefix], layer: int, side: int, width: int) -> list[Tensor]:
+    """Runs of ``[g, Hk, width, D]``; neighbours from one prefill are taken in one indexing."""
+    runs: list[tuple[Tensor, list[int]]] = []
+    for prefix in prefixes:
+        tensor = prefix.layers[layer][side]
+        if not runs or runs[-1][0] is not tensor:
+            runs.append((tensor, []))
+        runs[-1][1].append(prefix.row)
+    rows: list[Tensor] = []
+    for tensor, indices in runs:
+        taken = tensor[torch.tensor(indices, device=tensor.device), :, : min(width, tensor.shape[2])]
+        rows.append(F.pad(taken, (0, 0, 0, width - taken.shape[2])))
+    return rows
