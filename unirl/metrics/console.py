@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person watching a run sees: one line a rollout, with a progress bar and the time left on a terminal."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import IO, Any, Literal
+
+from unirl.metrics.scalars import is_finite_number, to_scalar
+
+PHASES = (("generate", "gen"), ("transfer", "xfer"), ("score", "score"), ("train", "train"), ("push", "push"))
+_RECENT_ROLLOUTS = 8
+
+
+class ConsoleSink:
+    """A `MetricsSink` for the terminal.
+
+    On a terminal (`mode` rich) a line a rollout scrolls above a progress bar with the time left; elsewhere (`plain`: a log file, CI)
+    the same line is printed with the time left at its end. `auto` picks by whether `stream` is a terminal. Metrics without a
+    `reward` but with `eval/...` make an evaluation line and do not advance the bar.
+
+    Args:
+        num_rollouts: of the whole run.
+        first_step: rollouts that are done already (a resumed run).
+    """
+
+    def __init__(
+        self,
+        num_rollouts: int,
+        *,
+        first_step: int = 0,
+        mode: Literal["auto", "rich", "plain"] = "auto",
+        stream: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_rollouts = num_rollouts
+        self._stream = stream if stream is not None else sys.stdout
+        self._clock = clock
+        self._last = clock()
+        self._seconds: deque[float] = deque(maxlen=_RECENT_ROLLOUTS)
+        self._progress: Any = None
+        self._task: Any = None
+        if mode == "rich" or (mode == "auto" and self._stream.isatty()):
+            self._start_bar(first_step)
+
+    def message(self, text: str) -> None:
+        """Prints a line of text (a plan, a warning) without tearing the progress bar."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Prints the rollout's line; `step` is the rollout id, counted from 0."""
+        evaluation = format_evaluation(step, metrics)
+        if "reward" in metrics:
+            done = step + 1
+            self._tick()
+            line = format_rollout(step, self.num_rollouts, metrics)
+            left = self.seconds_left(done)
+            if self._progress is not None:
+                self.message(line)
+                self._progress.update(self._task, completed=done, left=_clock_text(left))
+            else:
+                self.message(f"{line} | {_clock_text(left)} left")
+        if evaluation:
+            self.message(evaluation)
+
+    def seconds_left(self, done: int) -> float:
+        """The remaining rollouts times the median of the last few (the first one, with its start-up cost, fades out); NaN at first."""
+        if not self._seconds:
+            return math.nan
+        return max(self.num_rollouts - done, 0) * statistics.median(self._seconds)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self._seconds.append(now - self._last)
+        self._last = now
+
+    def _start_bar(self, first_step: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("rollouts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]} left"),
+            console=Console(file=self._stream, force_terminal=True),
+            transient=False,
+        )
+        self._task = self._progress.add_task(
+            "rollouts", total=self.num_rollouts, completed=first_step, left="?"
+        )
+        self._progress.start()
+
+
+def format_rollout(step: int, num_rollouts: int, metrics: Mapping[str, Any]) -> str:
+    """The rollout's numbers on one line; what was not measured is left out.
+
+    |ratio-1| is in scientific form (3.1e-09 and 0 are different news, "1.0000" is none), seconds are those of each phase.
+    """
+    values = {name: to_scalar(name, value) for name, value in metrics.items()}
+    width = len(str(num_rollouts))
+    parts = [f"{step + 1:{width}d}/{num_rollouts}"]
+    if "reward" in values:
+        parts.append(f"reward {_number(values['reward'], '.3f')}")
+    if "ratio" in values:
+        parts.append(f"|ratio-1| {ratio_distance(values)}")
+    if "clip" in values:
+        worst = f" (max {_number(values['clip_max'], '.2f')})" if _differs(values, "clip", "clip_max") else ""
+        parts.append(f"clip {_number(values['clip'], '.2f')}{worst}")
+    if "gn" in values:
+        parts.append(f"gn {_number(values['gn'], '.1e')}")
+    phases = [
+        f"{short} {_number(values[f'perf/{name}_s'], '.2f')}"
+        for name, short in PHASES
+        if f"perf/{name}_s" in values
+    ]
+    if phases:
+        parts.append("| " + " ".join(phases) + " s")
+    lag = [
+        f"{label} {_number(values[name], 'g')}"
+        for name, label in (("async/staleness", "stale"), ("async/policy_lag", "lag"))
+        if name in values
+    ]
+    if lag:
+        parts.append("| " + " ".join(lag))
+    for name, label in (("rows/dropped", "dropped rows"), ("train/skipped_steps", "skipped steps")):
+        if is_finite_number(values.get(name)) and values[name]:
+            parts.append(f"| {label} {_number(values[name], 'g')}")
+    return " ".join(parts)
+
+
+def format_evaluation(step: int, metrics: Mapping[str, Any]) -> str:
+    """The evaluation's numbers on one line, or nothing when there are none."""
+    names = [name for name in metrics if name.startswith("eval/") and name != "eval/version"]
+    if not names:
+        return ""
+    names.sort(key=lambda name: (name != "eval/reward", name))
+    numbers = " ".join(f"{name[5:]} {_number(to_scalar(name, metrics[name]), '.3f')}" for name in names)
+    version = f" (policy version {metrics['eval/version']})" if "eval/version" in metrics else ""
+    return f"eval at {step}: {numbers}{version}"
+
+
+def ratio_distance(values: Mapping[str, Any]) -> str:
+    """|ratio - 1| of a rollout's mean ratio in scientific form."""
+    ratio = values.get("ratio")
+    if not isinstance(ratio, (int, float)):
+        return str(ratio)
+    return f"{abs(float(ratio) - 1.0):.1e}"
+
+
+def _differs(values: Mapping[str, Any], name: str, other: str) -> bool:
+    return other in values and values[other] != values[name]
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, (int, float)) else str(value)
+
+
+def _clock_text(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
