@@ -156,13 +156,14 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """`eval`: fixed seeds, deterministic sampling; `scorers` add monitors to those of `reward`."""
+    """`eval`: fixed seeds, deterministic sampling; `scorers` add monitors to those of `reward`, `set_metrics` numbers of all images."""
 
     samples_per_prompt: int = 4
     num_prompts: int | None = None
     seed: int = 1234
     eta: float = 0.0
     scorers: tuple[ScorerConfig, ...] = ()
+    set_metrics: tuple[str, ...] = ()
     micro_batch_size: int = 64
     grid_rows: int = 10
     grid_columns: int = 8

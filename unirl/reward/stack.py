@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from unirl.protocols import Engine, Scorer
 from unirl.reward.score import score_rows
 from unirl.types import Part, Sample
@@ -19,14 +17,14 @@ class RewardStack:
 
     Args:
         engine: fills a request's frontier.
-        scorers: each gives a column of `component_rewards`.
+        scorers: by name; each gives a column of `component_rewards`.
         micro_batch_size: rows a call of the engine; whole groups are kept together where they fit.
         overlap: score one micro-batch in a thread while the engine generates the next.
     """
 
-    def __init__(self, engine: Engine, scorers: Sequence[Scorer], *, micro_batch_size: int, overlap: bool = False) -> None:
+    def __init__(self, engine: Engine, scorers: Mapping[str, Scorer], *, micro_batch_size: int, overlap: bool = False) -> None:
         self.engine = engine
-        self.scorers = list(scorers)
+        self.scorers = dict(scorers)
         self.micro_batch_size = micro_batch_size
         self.overlap = overlap
 
@@ -46,8 +44,7 @@ class RewardStack:
         return request.replace_frontier(Part.concat(parts)), seconds
 
     def _score(self, part: Part) -> Part:
-        columns: Mapping[str, torch.Tensor] = score_rows(self.scorers, part)
-        return part.replace(component_rewards=columns)
+        return part.replace(component_rewards=score_rows(self.scorers, part))
 
 
 def micro_batches(group_ids: Sequence[str], size: int) -> list[list[int]]:

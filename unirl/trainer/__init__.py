@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loops, each readable on one screen."""
