@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's numbers go: `metrics.jsonl` always, TensorBoard, wandb and the console as asked, samples of evaluations as npz."""
+"""Where a run's numbers go.
+
+`metrics.jsonl` always, TensorBoard, wandb and the console as asked, samples of evaluations as npz.
+"""
 
 from unirl.metrics.aggregate import Aggregate
 from unirl.metrics.console import ConsoleSink, format_rollout

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 class Aggregate:
     """Row-weighted means with their maxima, plain maxima, and totals.
 
-    `mean` weighs each value by the rows that it stands for, so a micro of 1 row counts a third of one of 3, and keeps the
-    maximum as `<name>_max`: clip fractions 0 and .4 of 3 and 1 rows give `clip` .1 and `clip_max` .4, where a mean of means
-    would say .2 and hide the .4. With `update`, the update's own mean is kept as `<name>/update_<u>` as well.
+    `mean` weighs each value by the rows that it stands for, so a micro of 1 row counts a third of one of 3,
+    and keeps the maximum as `<name>_max`: clip fractions 0 and .4 of 3 and 1 rows give `clip` .1 and
+    `clip_max` .4, where a mean of means would say .2 and hide the .4. With `update`, the update's own mean is
+    kept as `<name>/update_<u>` as well.
 
-    Values that stand for 0 rows (padding micros) count nowhere. A NaN among values with rows stays NaN: nothing is hidden.
-    The state is a plain mapping, so that ranks can send it and the driver can `merge` it.
+    Values that stand for 0 rows (padding micros) count nowhere. A NaN among values with rows stays NaN:
+    nothing is hidden. The state is a plain mapping, so that ranks can send it and the driver can `merge` it.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,10 @@ class Aggregate:
         self._totals: dict[str, float] = {}
 
     def mean(self, values: Mapping[str, float], rows: float, *, update: int | None = None) -> None:
-        """Adds values that are means over `rows` rows (a weight: >= 0). Raises `ValueError` for negative rows."""
+        """Adds values that are means over `rows` rows.
+
+        `rows` may be any weight of at least 0; a negative one raises `ValueError`.
+        """
         if not rows >= 0:
             raise ValueError(f"rows is {rows}; allowed: 0 or more")
         for name, value in values.items():

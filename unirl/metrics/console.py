@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person watching a run sees: one line a rollout, with a progress bar and the time left on a terminal."""
+"""What a person watching a run sees.
+
+One line a rollout, with a progress bar and the time left on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ _RECENT_ROLLOUTS = 8
 class ConsoleSink:
     """A `MetricsSink` for the terminal.
 
-    On a terminal (`mode` rich) a line a rollout scrolls above a progress bar with the time left; elsewhere (`plain`: a log file, CI)
-    the same line is printed with the time left at its end. `auto` picks by whether `stream` is a terminal. Metrics without a
-    `reward` but with `eval/...` make an evaluation line and do not advance the bar.
+    On a terminal (`mode` rich) a line a rollout scrolls above a progress bar with the time left; elsewhere
+    (`plain`: a log file, CI) the same line is printed with the time left at its end. `auto` picks by whether
+    `stream` is a terminal. Metrics without a `reward` but with `eval/...` make an evaluation line and do not
+    advance the bar.
 
     Args:
         num_rollouts: of the whole run.
@@ -72,7 +76,9 @@ class ConsoleSink:
             self.message(evaluation)
 
     def seconds_left(self, done: int) -> float:
-        """The remaining rollouts times the median of the last few (the first one, with its start-up cost, fades out); NaN at first."""
+        """The remaining rollouts times the median of the last few (the first one, with its start-up cost,
+        fades out); NaN at first.
+        """
         if not self._seconds:
             return math.nan
         return max(self.num_rollouts - done, 0) * statistics.median(self._seconds)
@@ -109,7 +115,8 @@ class ConsoleSink:
 def format_rollout(step: int, num_rollouts: int, metrics: Mapping[str, Any]) -> str:
     """The rollout's numbers on one line; what was not measured is left out.
 
-    |ratio-1| is in scientific form (3.1e-09 and 0 are different news, "1.0000" is none), seconds are those of each phase.
+    |ratio-1| is in scientific form (3.1e-09 and 0 are different news, "1.0000" is none), seconds are those of
+    each phase.
     """
     values = {name: to_scalar(name, value) for name, value in metrics.items()}
     width = len(str(num_rollouts))

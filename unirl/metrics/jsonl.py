@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`metrics.jsonl`: one JSON object a line, written as the run goes, and the reader that merges the lines of a step."""
+"""`metrics.jsonl`: one JSON object a line, written as the run goes, and the reader that merges the lines of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ RESERVED = ("step", "time")
 
 
 class JsonlSink:
-    """Appends `{"step": rollout id, "time": unix seconds, name: value, ...}` to `path`, flushed a line at a time.
+    """Appends `{"step": rollout id, "time": unix seconds, name: value, ...}` to `path`, flushed a line at a
+    time.
 
-    JSON has no NaN and no infinity: a non-finite number is written as `null`, which `read_metrics` gives back as NaN. So `null`
-    always says "measured, and not a finite number"; a metric that was not measured is absent from the line. Metrics given as None
-    are left out.
+    JSON has no NaN and no infinity: a non-finite number is written as `null`, which `read_metrics` gives back
+    as NaN. So `null` always says "measured, and not a finite number"; a metric that was not measured is
+    absent from the line. Metrics given as None are left out.
 
-    An existing file is continued (a resumed run). A last line without a newline is what a killed process left: it is cut off,
-    or the next line would be glued to it.
+    An existing file is continued (a resumed run). A last line without a newline is what a killed process
+    left: it is cut off, or the next line would be glued to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
@@ -35,7 +38,9 @@ class JsonlSink:
         self._clock = clock
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes one line. Raises `ValueError` for a metric called `step` or `time`, or one that is not a scalar."""
+        """Writes one line. Raises `ValueError` for a metric called `step` or `time`, or one that is not a
+        scalar.
+        """
         line: dict[str, Any] = {"step": int(step), "time": round(self._clock(), 3)}
         for name, given in metrics.items():
             if name in RESERVED:
@@ -54,11 +59,13 @@ class JsonlSink:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, one a step in increasing order; lines of one step are merged, later values win.
+    """The rows of a `metrics.jsonl`, one a step in increasing order; lines of one step are merged, later
+    values win.
 
-    A line that goes back to an earlier step begins a resumed run: what was logged before for that step and later ones is
-    superseded by it and dropped. `null` becomes NaN. An unfinished last line (a run that is being written, or was killed) is
-    left out; any other line that is not a JSON object with a whole-number `step` raises `ValueError` with file and line.
+    A line that goes back to an earlier step begins a resumed run: what was logged before for that step and
+    later ones is superseded by it and dropped. `null` becomes NaN. An unfinished last line (a run that is
+    being written, or was killed) is left out; any other line that is not a JSON object with a whole-number
+    `step` raises `ValueError` with file and line.
     """
     text = Path(path).read_text(encoding="utf-8")
     rows: dict[int, dict[str, Any]] = {}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`samples/eval_<step>.npz`: the images of an evaluation with their prompts, row ids and scores, canvases mixed or not."""
+"""`samples/eval_<step>.npz`.
+
+The images of an evaluation with their prompts, row ids and scores, canvases mixed or not.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,10 @@ def write_samples(
 ) -> Path:
     """Stores N images (uint8, or float in [0, 1]; `[H, W]` or `[H, W, C]`) with what is known of them.
 
-    Keys of the npz: `images` uint8 `[N, H, W, C]` when all have one canvas, otherwise for each canvas `images_<H>x<W>` and
-    `rows_<H>x<W>` (the rows' positions); `prompts`, `ids` text `[N]`; `scores` float64 `[N]`. Nothing is pickled. Written to a
-    temporary name first, so that a reader never sees half a file. Raises `ValueError` when the lengths differ.
+    Keys of the npz: `images` uint8 `[N, H, W, C]` when all have one canvas, otherwise for each canvas
+    `images_<H>x<W>` and `rows_<H>x<W>` (the rows' positions); `prompts`, `ids` text `[N]`; `scores` float64
+    `[N]`. Nothing is pickled. Written to a temporary name first, so that a reader never sees half a file.
+    Raises `ValueError` when the lengths differ.
     """
     lengths = {"images": len(images), "prompts": len(prompts), "ids": len(ids), "scores": len(scores)}
     if len(set(lengths.values())) != 1:

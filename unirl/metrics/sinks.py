@@ -15,7 +15,8 @@ from unirl.protocols import MetricsSink
 
 
 class TensorBoardSink:
-    """TensorBoard events in `folder`. Numbers as scalars (non-finite ones too: TensorBoard marks them), text as text.
+    """TensorBoard events in `folder`. Numbers as scalars (non-finite ones too: TensorBoard marks them), text
+    as text.
 
     `first_step` (a resumed run) tells TensorBoard to forget what an earlier process logged from that step on.
     """
@@ -40,7 +41,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases, when `logging.wandb` asks for it. Offline or online is wandb's own setting (`WANDB_MODE`)."""
+    """Weights & Biases, when `logging.wandb` asks for it.
+
+    Offline or online is wandb's own setting (`WANDB_MODE`).
+    """
 
     def __init__(
         self,
@@ -69,7 +73,10 @@ class WandbSink:
 
 
 class MultiSink:
-    """Writes to every sink, in order. One that fails keeps no other from its line; the first error is raised afterwards."""
+    """Writes to every sink, in order.
+
+    One that fails keeps no other from its line; the first error is raised afterwards.
+    """
 
     def __init__(self, sinks: Sequence[MetricsSink]) -> None:
         self.sinks = list(sinks)
@@ -109,7 +116,8 @@ def open_sinks(
     first_step: int = 0,
     extra: Sequence[MetricsSink] = (),
 ) -> MultiSink:
-    """`metrics.jsonl` first, so that it has the line whatever the others do; then the asked ones, then `extra` (the console).
+    """`metrics.jsonl` first, so that it has the line whatever the others do; then the asked ones, then
+    `extra` (the console).
 
     `first_step` above 0 says that a run is resumed there.
     """
