@@ -491,3 +491,36 @@ def test_teardown_leaves_nothing_in_flight() -> None:
         raise KeyboardInterrupt
     assert scheduler.stats.num_inflight_generations == 0
     assert slab.num_running == 0
+
+
+def test_a_state_saved_between_a_step_and_its_push_runs_interrupted_work_before_the_push() -> None:
+    """The version that the interrupted generation was launched under must still be the engine's."""
+    plan = plain_plan(reap_before_launch=True, weight_sync_interval=1, num_rollouts=3)
+    scheduler, _ = plan.build()
+    scheduler.next_step(0)
+    counts, groups = scheduler.state_dict()
+
+    resumed, slab = plan.build()
+    resumed.load_state_dict(counts, groups)
+    resumed.drain()
+    slab.push()
+    resumed.on_push()
+    assert [group.push_version for group in resumed.next_step(1)] == [0, 0, 0, 0]
+    assert resumed.stats.staleness == (1, 1, 1, 1)
+
+
+@interleavings
+@given(plans())
+def test_a_step_waits_for_the_oldest_generation_in_flight(plan: Plan) -> None:
+    scheduler, slab = plan.build()
+    wait = slab.wait
+
+    def checked_wait(handle):
+        uncollected = [other for other in slab.handles if not other.collected]
+        if handle.ends_at_s > slab.now_s:
+            # Older ones may only be left because their own collection failed in this very sweep.
+            assert all(other.ends_at_s <= slab.now_s for other in uncollected[: uncollected.index(handle)])
+        wait(handle)
+
+    slab.wait = checked_wait
+    train(scheduler, slab, rollouts=range(plan.num_rollouts), train_s=plan.train_s)
