@@ -23,6 +23,11 @@ def check(config: RunConfig, *, asynchronous: bool) -> None:
             "old_logp_source: replay needs the generating weights of lagging rows, which are kept for adapters only, but "
             "model.train is full; set old_logp_source: rollout, or model.train: lora"
         )
+    if config.save_interval % config.weight_sync_interval:
+        raise ValueError(
+            f"save_interval is {config.save_interval} and weight_sync_interval {config.weight_sync_interval}: a checkpoint is taken "
+            "right after a push, when both slabs hold the same weights; make save_interval a multiple of weight_sync_interval"
+        )
     if config.model.path is not None and not os.path.exists(config.model.path):
         raise ValueError(f"model.path {config.model.path!r} does not exist; change model.path")
 

@@ -52,8 +52,8 @@ class TrainSlab:
         """One training step. `plan` says which rows each rank replays, and in which micro-batches."""
         refs = []
         for rank, actor in enumerate(self.actors):
-            mine, local_plan = plan.for_rank(rank)
-            share = rows.select(mine)
+            local_plan = plan.for_rank(rank)
+            share = rows.select(local_plan.rows)
             objects = share.segment.objects()
             named = share.replace(segment=_renamed(share.segment, objects))
             refs.append(actor.train.remote(named, local_plan, list(range(len(objects))), *objects))

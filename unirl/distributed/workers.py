@@ -15,7 +15,7 @@ from unirl.distributed.collective import join_group, open_store
 from unirl.distributed.payload import SegmentPayload, pack_segment, unpack_segment
 from unirl.distributed.sides import RolloutSide, TrainSide, build_model
 from unirl.protocols import WeightPush
-from unirl.train.plan import Plan
+from unirl.train.plan import RankPlan
 from unirl.types import LatentSegment, Part, Sample
 
 
@@ -52,7 +52,7 @@ class Worker:
         if self._generates:
             self.rollout_side = RolloutSide(self._config, model, stage, owns_model=not self._trains)
 
-    def train(self, rows: Part, plan: Plan, objects: list[Any], *payloads: SegmentPayload) -> dict[str, Any]:
+    def train(self, rows: Part, plan: RankPlan, objects: list[Any], *payloads: SegmentPayload) -> dict[str, Any]:
         """One training step on this rank's rows; `payloads` are the contents of `objects`, in order."""
         stored = {key: unpack_segment(p) for key, p in zip(objects, payloads, strict=True)}
         return self._train.train(rows, plan, stored)

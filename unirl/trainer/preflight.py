@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that can be known before a worker starts: the recipe's checks, the data, the model's files, and what the run will do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from unirl.config import RunConfig, check
+from unirl.distributed.sides import model_limits
+from unirl.metrics import check_sinks
+from unirl.reward import check_scorers
+from unirl.reward.set_metrics import check_set_metrics
+from unirl.trainer.estimate import estimate_seconds
+from unirl.trainer.requests import Requests
+from unirl.trainer.rundir import RunDir
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A checked run: its recipe, requests and folder, and a text that says what will happen."""
+
+    config: RunConfig
+    asynchronous: bool
+    requests: Requests
+    run_dir: RunDir
+    text: str
+
+
+def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
+    """Checks the recipe; raises `ValueError` with the key to change. Starts nothing, writes nothing."""
+    check(config, asynchronous=asynchronous)
+    check_scorers(config.reward.scorers, "reward.scorers")
+    check_scorers(config.eval.scorers, "eval.scorers")
+    check_set_metrics(config.eval.set_metrics)
+    check_sinks(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
+    requests = Requests(config)
+    limits = model_limits(config)
+    requests.check_canvases(pixel_stride=limits.pixel_stride, max_side=limits.max_side)
+    run_dir = RunDir(Path(config.run_dir))
+    if config.resume is None:
+        run_dir.check_new()
+    else:
+        run_dir.check_recipe(config)
+    return Plan(config, asynchronous, requests, run_dir, describe(config, asynchronous, requests))
+
+
+def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:
+    """What the run will do and about how long it will take; the first line stands alone."""
+    rows = config.batch_size * config.samples_per_prompt
+    train, rollout = config.slab_sizes()
+    seconds = estimate_seconds(config, requests, asynchronous=asynchronous)
+    kind = "async" if asynchronous else "sync"
+    where = "on the same ranks" if config.layout == "colocate" else "beside each other"
+    head = (
+        f"{config.model.preset}, {kind} FlowGRPO ({config.model.train}): {config.num_rollouts} rollouts of {config.batch_size} "
+        f"prompts x {config.samples_per_prompt} siblings = {rows} rows, {config.sampling.num_inference_steps} steps each; "
+        f"about {duration(seconds)} on {train} training and {rollout} rollout rank(s) {where}; results in {config.run_dir}"
+    )
+    scorers = ", ".join(f"{s.name} x {s.weight:g}" if s.weight else f"{s.name} (monitor)" for s in config.reward.scorers)
+    lines = [
+        head,
+        f"  data: {requests.dataset.name}, {len(requests.dataset)} prompts; evaluation: "
+        + (", ".join(f"{n} ({len(d)} prompts)" for n, d in requests.eval_sets.items()) or "none"),
+        f"  reward: {scorers}; normalise {config.reward.normalise}",
+        f"  update: {config.stack.num_updates_per_batch} a rollout, lr {config.optim.lr:g}, clip range {config.algorithm.clip_range:g}, "
+        f"KL weight {config.algorithm.beta:g}",
+    ]
+    if asynchronous:
+        lines.append(
+            f"  async: {config.max_inflight} in flight, a push every {config.weight_sync_interval} rollout(s), staleness at most "
+            f"{config.buffer_max_staleness} push(es), {config.buffer_order} first, "
+            f"{'reap' if config.reap_before_launch else 'launch'} first, {config.transport_kind}"
+        )
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """1.5 min, 3 h, 2 days: one figure is all that an estimate deserves."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{max(seconds, 1):.0f} s"
