@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a run directory to its report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unirl.metrics import SampleSet, read_samples
+from unirl.report.curves import write_curves
+from unirl.report.grids import write_grid
+from unirl.report.html import render
+from unirl.report.run_files import RunFiles, load_run
+from unirl.report.summary import summarise
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Writes `curves.png`, `samples/grid_before.png`, `samples/grid_after.png` and `report.html`; returns the
+    latter's path.
+
+    Reads only the files of the run directory, so it can be called while the run goes on and any number of
+    times. Raises `ValueError` when the directory is none of a run, or one of its files cannot be read.
+    """
+    run = load_run(run_dir)
+    curves = write_curves(run, run.folder / "curves.png")
+    grids, last = _write_grids(run)
+    page = render(run, summarise(run), curves=curves, grids=grids, prompts=last)
+    path = run.folder / "report.html"
+    temporary = path.with_name(".report.html.tmp")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def _write_grids(run: RunFiles) -> tuple[list[tuple[str, Path]], SampleSet | None]:
+    if not run.samples:
+        return [], None
+    evaluation = run.config.get("eval")
+    options: Mapping[str, Any] = evaluation if isinstance(evaluation, Mapping) else {}
+    size = {"max_rows": int(options.get("grid_rows", 10)), "max_columns": int(options.get("grid_columns", 8))}
+    steps = list(run.samples)
+    folder = run.folder / "samples"
+    first = read_samples(run.samples[steps[0]])
+    picture = write_grid(first, folder / "grid_before.png", **size)
+    grids = [(f"before (evaluation at rollout {steps[0]})", picture)]
+    if len(steps) == 1:
+        return grids, first
+    last = read_samples(run.samples[steps[-1]])
+    picture = write_grid(last, folder / "grid_after.png", **size)
+    grids.append((f"after (evaluation at rollout {steps[-1]})", picture))
+    return grids, last
