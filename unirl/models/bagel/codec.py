@@ -61,8 +61,8 @@ class PixelCodec:
 class FluxCodec:
     """FLUX's variational autoencoder.
 
-    Encoding takes the posterior's mean, where the public inference code draws a sample: a source image then has one
-    latent, wherever and however often it is encoded.
+    Encoding takes the posterior's mean, where the public inference code draws a sample: a source image then
+    has one latent, wherever and however often it is encoded.
     """
 
     def __init__(self, autoencoder: Any, config: LatentConfig) -> None:
@@ -85,11 +85,16 @@ class FluxCodec:
 
 
 def load_codec(
-    config: BagelConfig, folder: str | Path | None, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    config: BagelConfig,
+    folder: str | Path | None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Codec:
     """The codec that ``config.latent.codec`` names.
 
-    FLUX's weights are read from ``folder``: a diffusers folder ``vae/``, or the public checkpoint's ``ae.safetensors``.
+    FLUX's weights are read from ``folder``: a diffusers folder ``vae/``, or the public checkpoint's
+    ``ae.safetensors``.
 
     Raises:
         ValueError: neither is there.
@@ -99,15 +104,20 @@ def load_codec(
     from diffusers import AutoencoderKL  # heavy, and only this codec needs it
 
     if folder is None:
-        raise ValueError("latent.codec 'flux' needs the checkpoint folder that holds ae.safetensors or vae/; it is None")
+        raise ValueError(
+            "latent.codec 'flux' needs the checkpoint folder that holds ae.safetensors or vae/; it is None"
+        )
     diffusers_folder, single_file = Path(folder) / "vae", Path(folder) / "ae.safetensors"
     if diffusers_folder.is_dir():
         autoencoder = AutoencoderKL.from_pretrained(diffusers_folder, local_files_only=True)
     elif single_file.is_file():
-        # diffusers converts the original names itself once it is told the configuration, here from a local folder.
+        # diffusers converts the original names itself once it is told the configuration, here from a local
+        # folder.
         with tempfile.TemporaryDirectory() as described:
             (Path(described) / "config.json").write_text(json.dumps(FLUX_AUTOENCODER))
-            autoencoder = AutoencoderKL.from_single_file(str(single_file), config=described, local_files_only=True)
+            autoencoder = AutoencoderKL.from_single_file(
+                str(single_file), config=described, local_files_only=True
+            )
     else:
         raise ValueError(f"no VAE weights: neither {single_file} nor {diffusers_folder}/ exists")
     return FluxCodec(autoencoder.to(device=device, dtype=dtype), config.latent)

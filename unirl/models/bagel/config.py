@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "bagel_config.json"
-"""File in a checkpoint folder that holds :meth:`BagelConfig.to_dict`; public checkpoints have their own files."""
+"""File of a checkpoint folder with :meth:`BagelConfig.to_dict`; public checkpoints have their own files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,8 @@ class VisionConfig:
 class LatentConfig:
     """The space that is denoised.
 
-    ``codec`` is ``"flux"`` (diffusers' AutoencoderKL in FLUX's configuration) or ``"pixel"`` (the image itself).
+    ``codec`` is ``"flux"`` (diffusers' AutoencoderKL in FLUX's configuration) or ``"pixel"`` (the image
+    itself).
     """
 
     codec: str
@@ -67,7 +68,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """How a source image is resized: ``(longest side at most, shortest side at least)`` in pixels, for each reader."""
+    """How a source image is resized for each reader: ``(longest side at most, shortest at least)``."""
 
     vae: tuple[int, int]
     vit: tuple[int, int]
@@ -89,7 +90,8 @@ class BagelConfig:
 
     Attributes:
         latent_patch_size: side of the square of latent cells that makes one token.
-        max_latent_size: rows and columns of the latent position table, so the largest canvas in tokens a side.
+        max_latent_size: rows and columns of the latent position table, so the largest canvas in tokens a
+            side.
         vit_max_num_patch_per_side: rows and columns of the vision position table.
         shift: default timestep shift of the sampler (static: it does not depend on the canvas).
         timestep_scale: factor on the time in [0, 1] before its sinusoidal embedding; the public model uses 1.
@@ -129,7 +131,8 @@ class BagelConfig:
         if self.vit_max_num_patch_per_side**2 > vision.num_positions:
             raise ValueError(
                 f"vit_max_num_patch_per_side {self.vit_max_num_patch_per_side} needs "
-                f"{self.vit_max_num_patch_per_side**2} positions; vision.num_positions is {vision.num_positions}"
+                f"{self.vit_max_num_patch_per_side**2} positions; vision.num_positions is "
+                f"{vision.num_positions}"
             )
         if self.latent.codec not in ("flux", "pixel"):
             raise ValueError(f"latent.codec is {self.latent.codec!r}; allowed: 'flux', 'pixel'")
@@ -179,7 +182,7 @@ class BagelConfig:
 
     @classmethod
     def load(cls, folder: str | Path) -> BagelConfig:
-        """Read a checkpoint folder: ``bagel_config.json``, or the public ``llm_config.json`` and ``vit_config.json``."""
+        """Read ``bagel_config.json``, or the public ``llm_config.json`` and ``vit_config.json``."""
         folder = Path(folder)
         own = folder / CONFIG_FILE
         if own.is_file():
@@ -187,7 +190,9 @@ class BagelConfig:
         files = [folder / "llm_config.json", folder / "vit_config.json"]
         for path in files:
             if not path.is_file():
-                raise ValueError(f"{folder} holds neither {CONFIG_FILE} nor {path.name}: it is no BAGEL checkpoint")
+                raise ValueError(
+                    f"{folder} holds neither {CONFIG_FILE} nor {path.name}: it is no BAGEL checkpoint"
+                )
         return _from_public(json.loads(files[0].read_text()), json.loads(files[1].read_text()))
 
 
@@ -196,7 +201,9 @@ def _build(part: type, name: str, values: dict[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(part)}
     for key in values:
         if key not in fields:
-            raise ValueError(f"unknown key {prefix}{key} in a BAGEL configuration; allowed: {', '.join(fields)}")
+            raise ValueError(
+                f"unknown key {prefix}{key} in a BAGEL configuration; allowed: {', '.join(fields)}"
+            )
     for key, field in fields.items():
         if key not in values and field.default is dataclasses.MISSING:
             raise ValueError(f"missing key {prefix}{key} in a BAGEL configuration")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefixes of the denoised block: keys and values of text and source images, computed once a group.
 
-The siblings of a group read one prefix. Groups with the same prompt and source share its computation, and the text-CFG
-context of an image-to-image request is the front of its generation context, so it costs nothing.
+The siblings of a group read one prefix. Groups with the same prompt and source share its computation, and the
+text-CFG context of an image-to-image request is the front of its generation context, so it costs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,7 @@ from torch import Tensor
 from unirl.models.bagel.layout import CONTEXT_NAMES, Block, Layout
 from unirl.models.bagel.model import Bagel
 from unirl.models.bagel.transformer import LayerCache, Tokens
-
-_ALIGNMENT = 32
+from unirl.ops import tensor_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,14 @@ class SourceImage:
         vae_latent: ``[z, h, w]``, scaled as the denoised latents are.
         vit_pixels: ``[c, H, W]`` in [-1, 1].
         key: equal for equal images; groups with equal keys share their prefix.
+        vae_pixels: ``[c, H, W]`` in [-1, 1], what ``vae_latent`` was encoded from, where it is known: only
+            the fingerprint reads it.
     """
 
     vae_latent: Tensor
     vit_pixels: Tensor
     key: Hashable
+    vae_pixels: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,31 +52,25 @@ class Context:
     """One guidance branch's prefix of G groups.
 
     Attributes:
-        layers: every layer's rotated keys and values ``[G, Hk, P, D]``, right-padded with zeros to the longest.
+        layers: every layer's rotated keys and values ``[G, Hk, P, D]``, right-padded with zeros to the
+            longest.
         lengths: keys and values each group really has.
         prefix_lengths: the same as int32 ``[G]`` on the device, or ``None`` when all equal P.
         rope_offsets: rotary position of the denoised block that follows, int64 ``[G]``.
+        fields: for each group, what the transformer was given to make its prefix: name to int64 ``[n]`` on
+            the device.
     """
 
     layers: list[LayerCache]
     lengths: tuple[int, ...]
     prefix_lengths: Tensor | None
     rope_offsets: Tensor
+    fields: tuple[dict[str, Tensor], ...]
 
     @property
     def num_groups(self) -> int:
         """G."""
         return len(self.lengths)
-
-    def select(self, groups: Sequence[int]) -> Context:
-        """The same prefix for some of the groups (or some of them several times)."""
-        index = torch.tensor(list(groups), dtype=torch.int64, device=self.rope_offsets.device)
-        return Context(
-            layers=[LayerCache(layer.key[index], layer.value[index]) for layer in self.layers],
-            lengths=tuple(self.lengths[group] for group in groups),
-            prefix_lengths=None if self.prefix_lengths is None else self.prefix_lengths[index],
-            rope_offsets=self.rope_offsets[index],
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +85,6 @@ class Contexts:
             raise ValueError(f"context {name!r} was not built; built: {', '.join(self.by_name)}")
         return self.by_name[name]
 
-    def select(self, groups: Sequence[int]) -> Contexts:
-        """The contexts of some of the groups."""
-        return Contexts({name: context.select(groups) for name, context in self.by_name.items()})
-
 
 @dataclass(eq=False)
 class _Prefix:
@@ -100,6 +93,7 @@ class _Prefix:
     layers: list[LayerCache]
     row: int
     length: int
+    fields: dict[str, Tensor]
 
 
 def build_contexts(
@@ -111,7 +105,8 @@ def build_contexts(
 ) -> Contexts:
     """Prefill the contexts of G groups.
 
-    Gradients flow wherever the weights ask for them: a text prefix of a model whose understanding expert is frozen
+    Gradients flow wherever the weights ask for them: a text prefix of a model whose understanding expert is
+    frozen
     costs no graph, an image-to-image prefix goes through the generation expert and does.
 
     Args:
@@ -119,7 +114,8 @@ def build_contexts(
         requests: one a group.
         names: which of ``gen``, ``cfg_text``, ``cfg_img`` to build.
         pad_text: prefill texts of different lengths in one call. By default only without
-            ``config.batch_invariant``, for padding moves last bits; training that needs no exact replay may ask for it.
+            ``config.batch_invariant``, for padding moves last bits; training that needs no exact replay may
+            ask for it.
 
     Raises:
         ValueError: a request whose layout has a source image and that brings none.
@@ -128,7 +124,9 @@ def build_contexts(
         raise ValueError("build_contexts was given no requests; it needs one a group")
     for number, request in enumerate(requests):
         if request.layout.cfg_text.blocks and request.source is None:
-            raise ValueError(f"request {number} has a source image in its layout but brings none (source is None)")
+            raise ValueError(
+                f"request {number} has a source image in its layout but brings none (source is None)"
+            )
     pad_text = not model.config.batch_invariant if pad_text is None else pad_text
     done: dict[Hashable, _Prefix] = {}
     by_name: dict[str, Context] = {}
@@ -167,45 +165,98 @@ def _prefill_missing(
 
 
 def _prefill(
-    model: Bagel, keys: list[Hashable], requests: list[ContextRequest], name: str, done: dict[Hashable, _Prefix]
+    model: Bagel,
+    keys: list[Hashable],
+    requests: list[ContextRequest],
+    name: str,
+    done: dict[Hashable, _Prefix],
 ) -> None:
-    """Prefill requests whose blocks are alike, text lengths excepted; text comes last, so padding it is harmless."""
+    """Prefill requests whose blocks are alike but for text lengths; text is last, so padding is harmless."""
     contexts = [request.layout.context(name) for request in requests]
     caches: list[LayerCache] | None = None
+    given: list[dict[str, list[Tensor]]] = [{} for _ in requests]
     for number, block in enumerate(contexts[0].blocks):
-        tokens, positions = _embed(model, number, [context.blocks[number] for context in contexts], requests)
-        caches = model.language_model.model.prefill(tokens, positions, caches, causal=block.kind == "text")
-        following = number + 1
+        blocks = [context.blocks[number] for context in contexts]
+        fed = _embed(model, number, blocks, requests)
+        caches = model.language_model.model.prefill(
+            fed.tokens, fed.positions, caches, causal=block.kind == "text"
+        )
         for row, (context, request) in enumerate(zip(contexts, requests, strict=True)):
-            front = context.blocks[:following]
-            length = sum(b.num_tokens for b in front)
-            done[_key(front, request)] = _Prefix(caches, row, length)
+            num_tokens = blocks[row].num_tokens
+            padding = fed.num_tokens - num_tokens
+            # The shape of the cache, not the plan, says how many keys there are.
+            length = caches[0].key.shape[2] - padding
+            real_ids = fed.ids[row, : fed.ids.shape[1] - padding]
+            for field, value in (
+                ("token_ids", real_ids),
+                ("position_ids", fed.positions.expand(fed.num_tokens)[:num_tokens]),
+                ("image_shapes", fed.image_shape),
+                ("source_pixels", fed.pixel_digests[row]),
+            ):
+                given[row].setdefault(field, []).append(value)
+            fields = {field: torch.cat(values) for field, values in given[row].items()}
+            done[_key(context.blocks[: number + 1], request)] = _Prefix(caches, row, length, fields)
     if caches is None:
         language = model.config.language
         empty = torch.zeros(
             1, language.num_key_value_heads, 0, language.head_dim, device=model.device, dtype=model.dtype
         )
         caches = [LayerCache(empty, empty)] * language.num_hidden_layers
+        nothing = torch.zeros(0, dtype=torch.int64, device=model.device)
+        fields = dict.fromkeys(("token_ids", "position_ids", "image_shapes", "source_pixels"), nothing)
         for key in keys:
-            done[key] = _Prefix(caches, 0, 0)
+            done[key] = _Prefix(caches, 0, 0, fields)
 
 
-def _embed(
-    model: Bagel, number: int, blocks: list[Block], requests: list[ContextRequest]
-) -> tuple[Tokens, Tensor]:
+class _Fed(NamedTuple):
+    """One block as B requests give it to the transformer; all tensors but ``tokens`` are int64.
+
+    Attributes:
+        tokens: hidden states.
+        positions: rotary positions ``[T]``, or ``[1]`` for an image.
+        ids: embedded ids ``[B, T]``, or the markers ``[B, 2]``.
+        image_shape: pixels or latents ``[3]``, empty for text.
+        pixel_digests: ``[B, n]``, digests of the source's pixels, empty for text.
+    """
+
+    tokens: Tokens
+    positions: Tensor
+    ids: Tensor
+    image_shape: Tensor
+    pixel_digests: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.tokens.und.shape[1] + (0 if self.tokens.gen is None else self.tokens.gen.shape[1])
+
+
+def _embed(model: Bagel, number: int, blocks: list[Block], requests: list[ContextRequest]) -> _Fed:
     first = blocks[0]
+    nothing = torch.zeros(0, dtype=torch.int64, device=model.device)
     if first.kind == "text":
         longest = max(block.num_tokens for block in blocks)
         filler = model.config.tokens.eos_token_id
-        ids = [[*block.token_ids, *[filler] * (longest - block.num_tokens)] for block in blocks]
+        ids = torch.tensor(
+            [[*block.token_ids, *[filler] * (longest - block.num_tokens)] for block in blocks],
+            device=model.device,
+        )
         positions = torch.arange(first.rope_position, first.rope_position + longest, device=model.device)
-        return model.text_block(torch.tensor(ids, device=model.device)), positions
+        return _Fed(model.text_block(ids), positions, ids, nothing, nothing.expand(len(blocks), 0))
     position = torch.tensor([first.rope_position], device=model.device)
+    markers = torch.tensor(first.token_ids, device=model.device)
+    sources = [request.source for request in requests]
     if first.kind == "vae":
-        latents = torch.stack([request.source.vae_latent for request in requests]).to(model.device)
-        return model.vae_block(first, latents), position
-    pixels = torch.stack([request.source.vit_pixels for request in requests]).to(model.device)
-    return model.vit_block(first, pixels), position
+        images = torch.stack([source.vae_latent for source in sources]).to(model.device)
+        tokens = model.vae_block(markers, images, first.grid)
+        read = [source.vae_latent if source.vae_pixels is None else source.vae_pixels for source in sources]
+    else:
+        images = torch.stack([source.vit_pixels for source in sources]).to(model.device)
+        tokens = model.vit_block(markers, images, first.grid)
+        read = list(images)
+    shape = torch.tensor(images.shape[1:], device=model.device)
+    digests = tensor_digest([pixels.to(model.device) for pixels in read])
+    return _Fed(tokens, position, markers.expand(len(blocks), 2), shape, digests)
 
 
 def _assemble(
@@ -214,9 +265,6 @@ def _assemble(
     """Stack the groups' prefixes, padded to the longest."""
     lengths = tuple(prefix.length for prefix in prefixes)
     width = max(lengths)
-    if model.config.batch_invariant:
-        # Where a group's keys end up in a sum must not depend on how long its neighbours' prefixes are.
-        width = -(-width // _ALIGNMENT) * _ALIGNMENT
     layers: list[LayerCache] = []
     for index in range(model.config.language.num_hidden_layers):
         pairs = zip(*(_rows(prefixes, index, side, width) for side in (0, 1)), strict=True)
@@ -228,6 +276,7 @@ def _assemble(
         lengths=lengths,
         prefix_lengths=torch.tensor(lengths, dtype=torch.int32, device=model.device) if uneven else None,
         rope_offsets=torch.tensor(offsets, dtype=torch.int64, device=model.device),
+        fields=tuple(prefix.fields for prefix in prefixes),
     )
 
 

@@ -22,8 +22,8 @@ class Guidance:
         text_scale: pull away from the context without the prompt; 1 means no text guidance.
         image_scale: pull away from the context without the source image; 1 means none.
         interval: guidance acts at times ``lo < t <= hi``.
-        renorm: ``"global"`` (one norm a row), ``"channel"`` (one a token) or ``"text_channel"`` (one a token, after
-            the text guidance only).
+        renorm: ``"global"`` (one norm a row), ``"channel"`` (one a token) or ``"text_channel"`` (one a token,
+            after the text guidance only).
         renorm_min: smallest factor the renormalisation may apply; the largest is 1.
     """
 
@@ -42,8 +42,8 @@ class Guidance:
         if self.image_scale > 1.0 and self.text_scale == 1.0:
             # BAGEL's public inference drops the image guidance in this case without a word.
             raise ValueError(
-                f"cfg_img_scale is {self.image_scale} but guidance_scale is 1: BAGEL's image guidance needs text "
-                "guidance; raise sampling.guidance_scale above 1 or set sampling.cfg_img_scale to 1"
+                f"cfg_img_scale is {self.image_scale} but guidance_scale is 1: BAGEL's image guidance needs "
+                "text guidance; raise sampling.guidance_scale above 1 or set sampling.cfg_img_scale to 1"
             )
 
     @classmethod
@@ -79,7 +79,8 @@ class Guidance:
     ) -> Tensor:
         """The guided velocity ``[N, L, C]``; arguments as of :meth:`Bagel.velocity`, ``time`` on the host.
 
-        Rows outside the interval get the conditional velocity bit for bit. Branches that no row needs are not run.
+        Rows outside the interval get the conditional velocity bit for bit. Branches that no row needs are not
+        run.
         """
         lo, hi = self.interval
         active = (time > lo) & (time <= hi)

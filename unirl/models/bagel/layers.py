@@ -15,15 +15,15 @@ _ROW_BLOCK = 8
 class Linear(nn.Linear):
     """``nn.Linear`` that can keep a row's bits independent of how many rows share the call.
 
-    Float32 matrix products on a CPU treat the last one to three rows of a batch by another kernel than the rest, so a
-    row's result may change in its last bit with the batch around it. With ``batch_invariant`` the flattened rows are
-    padded with zeros to a multiple of 8, and every row goes through the same kernel. Inputs whose row count is already
-    a multiple of 8 pay nothing.
+    Float32 matrix products on a CPU treat the last one to three rows of a batch by another kernel than the
+    rest, so a row's result may change in its last bit with the batch around it. With ``batch_invariant`` the
+    flattened rows are padded with zeros to a multiple of 8, and every row goes through the same kernel.
+    Inputs whose row count is already a multiple of 8 pay nothing.
     """
 
     batch_invariant = False
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own parameter name)
+    def forward(self, input: Tensor) -> Tensor:
         if not self.batch_invariant:
             return F.linear(input, self.weight, self.bias)
         rows = input.numel() // input.shape[-1]
@@ -37,8 +37,9 @@ class Linear(nn.Linear):
 def make_batch_invariant(module: nn.Module, enabled: bool = True) -> None:
     """Switch every linear layer below ``module`` to batch-invariant arithmetic, adapter layers included.
 
-    Plain ``nn.Linear`` children (peft's ``lora_A`` and ``lora_B``) are replaced by :class:`Linear` holding the same
-    parameters, so call this after an adapter has been injected and before an optimizer looks for modules.
+    Plain ``nn.Linear`` children (peft's ``lora_A`` and ``lora_B``) are replaced by :class:`Linear` holding
+    the same parameters, so call this after an adapter has been injected and before an optimizer looks for
+    modules.
     """
     for child_name, child in list(module.named_children()):
         if type(child) is nn.Linear and enabled:
@@ -54,7 +55,7 @@ def make_batch_invariant(module: nn.Module, enabled: bool = True) -> None:
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis; the statistics are float32 whatever ``x`` is."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis; statistics are float32 whatever ``x`` is."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -100,7 +101,8 @@ class Rotary:
 class TimestepEmbedder(nn.Module):
     """Sinusoids of the time through a two-layer perceptron.
 
-    The time stays float32 until it has become sines and cosines: rounding 0.8333 to bfloat16 first would move it.
+    The time stays float32 until it has become sines and cosines: rounding 0.8333 to bfloat16 first would move
+        it.
     """
 
     num_frequencies = 128
@@ -169,14 +171,14 @@ class Connector(nn.Module):
 
 
 def patchify(image: Tensor, patch: int) -> Tensor:
-    """``[B, C, H, W]`` to ``[B, (H/p)(W/p), p*p*C]``: row by row, and inside a patch pixel by pixel, channels last."""
+    """``[B, C, H, W]`` to ``[B, (H/p)(W/p), p*p*C]``: row by row; inside a patch pixels, then channels."""
     batch, channels, height, width = image.shape
     cells = image.reshape(batch, channels, height // patch, patch, width // patch, patch)
     return cells.permute(0, 2, 4, 3, 5, 1).reshape(batch, -1, patch * patch * channels)
 
 
 def unpatchify(tokens: Tensor, grid: tuple[int, int], patch: int) -> Tensor:
-    """The inverse of :func:`patchify`: ``[B, rows * columns, p*p*C]`` to ``[B, C, rows * p, columns * p]``."""
+    """The inverse of :func:`patchify`: ``[B, rows * columns, p*p*C]`` to ``[B, C, rows*p, columns*p]``."""
     batch, _, width = tokens.shape
     channels = width // (patch * patch)
     cells = tokens.reshape(batch, grid[0], grid[1], patch, patch, channels)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token layout of a request: which blocks its contexts hold and where every token sits.
 
-:func:`plan_layout` is the only place that knows the order of blocks and the rotary positions. Sampling, replay and
-training all build their contexts from what it returns.
+:func:`plan_layout` is the only place that knows the order of blocks and the rotary positions. Sampling,
+replay and training all build their contexts from what it returns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Block:
     """A run of tokens that is prefilled at once.
 
     Attributes:
-        kind: ``"text"`` (causal, positions increase by one), ``"vae"`` or ``"vit"`` (full attention, one position).
+        kind: ``"text"`` (causal, positions increase by one), ``"vae"`` or ``"vit"`` (full attention, one
+            position).
         token_ids: the text's ids with bos and eos, or the two marker ids around an image.
         grid: rows and columns of the image's tokens; ``None`` for text.
         rope_position: rotary position of the first token.
@@ -111,7 +112,7 @@ class Layout:
 
 
 def grid_position_ids(grid: tuple[int, int], table_side: int) -> torch.Tensor:
-    """Rows of a ``table_side`` x ``table_side`` position table for a grid in its corner: int64 ``[rows * columns]``."""
+    """Rows of a square position table for a grid in its corner: int64 ``[rows * columns]``."""
     rows, columns = torch.arange(grid[0]), torch.arange(grid[1])
     return (rows[:, None] * table_side + columns).flatten()
 
@@ -126,26 +127,27 @@ def plan_layout(
 ) -> Layout:
     """Plan one request.
 
-    Text-to-image: gen = text, cfg_text = nothing, cfg_img = text. Image-to-image: gen = VAE image, ViT image, text;
-    cfg_text = the two images; cfg_img = text.
+    Text-to-image: gen = text, cfg_text = nothing, cfg_img = text. Image-to-image: gen = VAE image, ViT image,
+    text; cfg_text = the two images; cfg_img = text.
 
     Args:
         config: the model's dimensions.
         prompt_ids: token ids of the prompt without bos and eos.
         canvas: height and width of the image to make, in pixels.
-        source: for image-to-image, the (height, width) in pixels of the source as the VAE and as the ViT read it.
+        source: for image-to-image, the (height, width) in pixels of the source as the VAE and as the ViT read
+            it.
         row: the row's name, for error messages.
 
     Raises:
-        ValueError: a canvas or a source that is no multiple of its stride or exceeds its position table, or a token
-            id outside the vocabulary.
+        ValueError: a canvas or a source that is no multiple of its stride or exceeds its position table, or a
+            token id outside the vocabulary.
     """
     tokens = config.tokens
     for token in prompt_ids:
         if not 0 <= token < config.language.vocab_size:
             raise ValueError(
-                f"row {row}: prompt token id {token} is outside the vocabulary of {config.language.vocab_size}; "
-                "was the prompt tokenized for another model?"
+                f"row {row}: prompt token id {token} is outside the vocabulary of "
+                f"{config.language.vocab_size}; was the prompt tokenized for another model?"
             )
     grid = _grid(row, "canvas", canvas, config.pixel_stride, config.max_latent_size)
     markers = (tokens.start_of_image, tokens.end_of_image)
@@ -178,8 +180,8 @@ def _grid(row: str, what: str, size: tuple[int, int], stride: int, table_side: i
         )
     if max(height, width) > table_side * stride:
         raise ValueError(
-            f"row {row}: {what} {height}x{width} exceeds the model's position table of {table_side} x {table_side} "
-            f"tokens, at most {table_side * stride} pixels a side"
+            f"row {row}: {what} {height}x{width} exceeds the model's position table of {table_side} x "
+            f"{table_side} tokens, at most {table_side * stride} pixels a side"
         )
     return height // stride, width // stride
 

@@ -18,7 +18,7 @@ from unirl.models.bagel.layers import (
     make_batch_invariant,
     patchify,
 )
-from unirl.models.bagel.layout import Block, grid_position_ids
+from unirl.models.bagel.layout import grid_position_ids
 from unirl.models.bagel.transformer import LanguageModel, Tokens
 from unirl.models.bagel.vit import VisionTower
 
@@ -90,39 +90,39 @@ class Bagel(nn.Module):
             which: ``"gen"``, ``"cfg_text"`` or ``"cfg_img"``.
 
         Returns:
-            ``[N, L, C]`` in the dtype of ``latents``.
+            float32 ``[N, L, C]``.
         """
         rows, context = latents.shape[0], contexts.of(which)
         if rows != siblings * context.num_groups:
             raise ValueError(
-                f"velocity of {rows} rows with siblings={siblings} needs contexts of {rows / siblings:g} groups; "
-                f"these are of {context.num_groups}"
+                f"velocity of {rows} rows with siblings={siblings} needs contexts of "
+                f"{rows / siblings:g} groups; these are of {context.num_groups}"
             )
-        tokens = self._latent_block(latents, time, latent_position_ids)
+        tokens = self._latent_block(self.marker_ids, latents, time, latent_position_ids)
         positions = context.rope_offsets.repeat_interleave(siblings)
         hidden = self.language_model.model.denoise(tokens, positions, context.layers, context.prefix_lengths)
-        return self.llm2vae(hidden).to(latents.dtype)
+        return self.llm2vae(hidden).float()
 
     def text_block(self, token_ids: Tensor) -> Tokens:
         """Ids ``[B, T]``, bos and eos included, as a block."""
         return Tokens(self.language_model.model.embed_tokens(token_ids))
 
-    def vae_block(self, block: Block, latents: Tensor) -> Tokens:
-        """Source latents ``[B, z, h, w]`` as a block of clean latents (time 0)."""
+    def vae_block(self, marker_ids: Tensor, latents: Tensor, grid: tuple[int, int]) -> Tokens:
+        """Source latents ``[B, z, h, w]`` between markers (ids ``[2]``): clean latents, at time 0."""
         packed = patchify(latents, self.config.latent_patch_size)
-        positions = grid_position_ids(block.grid, self.config.max_latent_size).to(self.device)
-        return self._latent_block(packed, packed.new_zeros(packed.shape[0]), positions)
+        positions = grid_position_ids(grid, self.config.max_latent_size).to(self.device)
+        return self._latent_block(marker_ids, packed, packed.new_zeros(packed.shape[0]), positions)
 
-    def vit_block(self, block: Block, pixels: Tensor) -> Tokens:
-        """Source pixels ``[B, c, H, W]`` in [-1, 1] as a block of vision features between markers."""
-        positions = grid_position_ids(block.grid, self.config.vit_max_num_patch_per_side).to(self.device)
+    def vit_block(self, marker_ids: Tensor, pixels: Tensor, grid: tuple[int, int]) -> Tokens:
+        """Source pixels ``[B, c, H, W]`` in [-1, 1] as vision features between markers (ids ``[2]``)."""
+        positions = grid_position_ids(grid, self.config.vit_max_num_patch_per_side).to(self.device)
         features = self.vit_model(patchify(pixels, self.config.vision.patch_size), positions)
         features = self.connector(features) + self.vit_pos_embed(positions)
-        markers = self._markers(pixels.shape[0])
+        markers = self._embedded(marker_ids, pixels.shape[0])
         return Tokens(torch.cat((markers[:, :1], features, markers[:, 1:]), dim=1))
 
     def initialize(self, seed: int) -> None:
-        """Fresh weights as a function of ``seed``: normal of std 0.02, zero biases and a zero output layer."""
+        """Fresh weights, a function of ``seed``: normal of std 0.02, zero biases and a zero output layer."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for module in self.modules():
@@ -136,12 +136,19 @@ class Bagel(nn.Module):
                     module.reset_parameters()
             self.llm2vae.weight.zero_()
 
-    def _latent_block(self, latents: Tensor, time: Tensor, position_ids: Tensor) -> Tokens:
-        embedded = self.vae2llm(latents.to(self.dtype)) + self.latent_pos_embed(position_ids)
-        return Tokens(self._markers(latents.shape[0]), embedded + self.time_embedder(time)[:, None])
+    @property
+    def marker_ids(self) -> Tensor:
+        """Start-of-image and end-of-image ids, int64 ``[2]`` on the model's device."""
+        tokens = self.config.tokens
+        return torch.tensor([tokens.start_of_image, tokens.end_of_image], device=self.device)
 
-    def _markers(self, rows: int) -> Tensor:
-        ids = torch.tensor(
-            [self.config.tokens.start_of_image, self.config.tokens.end_of_image], device=self.device
+    def _latent_block(
+        self, marker_ids: Tensor, latents: Tensor, time: Tensor, position_ids: Tensor
+    ) -> Tokens:
+        embedded = self.vae2llm(latents.to(self.dtype)) + self.latent_pos_embed(position_ids)
+        return Tokens(
+            self._embedded(marker_ids, latents.shape[0]), embedded + self.time_embedder(time)[:, None]
         )
+
+    def _embedded(self, ids: Tensor, rows: int) -> Tensor:
         return self.language_model.model.embed_tokens(ids)[None].expand(rows, -1, -1)

@@ -14,8 +14,8 @@ from unirl.models.bagel.config import BagelConfig
 
 
 def fitted_size(size: tuple[int, int], longest: int, shortest: int, stride: int) -> tuple[int, int]:
-    """Height and width after resizing: the longest side at most ``longest``, the shortest at least ``shortest`` where
-    that is possible, the shape kept, both sides multiples of ``stride``.
+    """Height and width after resizing: the longest side at most ``longest``, the shortest at least
+    ``shortest`` where that is possible, the shape kept, both sides multiples of ``stride``.
 
     An image that fits already keeps its size up to the rounding.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model: a Qwen2-shaped decoder with two complete experts in every layer.
 
-Text, vision features and image markers go through the understanding expert, VAE latents through the generation expert
-(``*_moe_gen``); both meet in one attention. Which tokens are which never has to be looked up: an image block is one
-marker, its tokens, one marker, so the two experts work on two separate tensors.
+Text, vision features and image markers go through the understanding expert, VAE latents through the
+generation expert (``*_moe_gen``); both meet in one attention. Which tokens are which never has to be looked
+up: an image block is one marker, its tokens, one marker, so the two experts work on two separate tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerCache(NamedTuple):
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Query ``[B, Hq, T, D]``, key and value ``[B, Hk, T, D]`` of the block itself to the mixed ``[B, Hq, T, D]``."""
+"""Query ``[B, Hq, T, D]``, key and value ``[B, Hk, T, D]`` of the block to the mixed ``[B, Hq, T, D]``."""
 
 
 class Attention(nn.Module):
@@ -132,7 +132,8 @@ class DecoderLayer(nn.Module):
             tokens: the block.
             rotary: its rotation.
             attend: mixes it with its prefix and itself; ``None`` when only its keys and values are wanted.
-            skip_und: leave the markers out after the attention (their output is not read after the last layer).
+            skip_und: leave the markers out after the attention (their output is not read after the last
+                layer).
 
         Returns:
             The block after the layer (``None`` without ``attend``), and its own keys and values.
@@ -187,7 +188,8 @@ class Decoder(nn.Module):
             tokens, own = self._run(layer, tokens, rotary, attend)
             if past:
                 own = LayerCache(
-                    torch.cat((past[index].key, own.key), dim=2), torch.cat((past[index].value, own.value), dim=2)
+                    torch.cat((past[index].key, own.key), dim=2),
+                    torch.cat((past[index].value, own.value), dim=2),
                 )
             grown.append(own)
         return grown

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as safetensors under the public checkpoint's tensor names, in one file or in shards with an index."""
+"""Weights as safetensors under the public checkpoint's tensor names, in one file or in indexed shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ SINGLE_FILES = ("model.safetensors", "ema.safetensors")
 DEFAULT_SHARD_BYTES = 5 * 1024**3
 
 
-def save_weights(module: nn.Module, folder: str | Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> list[Path]:
+def save_weights(
+    module: nn.Module, folder: str | Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> list[Path]:
     """Write all parameters, in ``model.safetensors`` or in numbered shards with an index.
 
     One shard at a time is brought to the host, and nothing else is copied.
@@ -45,7 +47,9 @@ def save_weights(module: nn.Module, folder: str | Path, *, max_shard_bytes: int 
     written: list[Path] = []
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file_name = SINGLE_FILES[0] if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = (
+            SINGLE_FILES[0] if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
         save_file(shard, folder / file_name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file_name))
@@ -73,8 +77,8 @@ def load_weights(
         dtype: dtype of created parameters, by default the file's.
 
     Raises:
-        ValueError: a missing file, an unreadable one, or tensors that are missing, unexpected or of another shape;
-            the message names the path and the tensors.
+        ValueError: a missing file, an unreadable one, or tensors that are missing, unexpected or of another
+            shape; the message names the path and the tensors.
     """
     files = _weight_files(Path(path))
     parameters = dict(module.named_parameters())
@@ -98,7 +102,9 @@ def load_weights(
         ),
     ]
     if any(problems):
-        raise ValueError(f"{path} does not fit the model: {'; '.join(problem for problem in problems if problem)}")
+        raise ValueError(
+            f"{path} does not fit the model: {'; '.join(problem for problem in problems if problem)}"
+        )
     for file in files:
         with _opened(file) as handle:
             for name in handle.keys():  # noqa: SIM118
