@@ -35,7 +35,12 @@ def recipes_folder() -> Path:
 def main(trainer_class: Callable[[RunConfig], DiffusionTrainer]) -> None:
     """Parses the command line by Hydra and runs the recipe."""
     # Hydra would make a folder and log files of its own; the run directory is ours.
-    quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+    quiet = [
+        "hydra.run.dir=.",
+        "hydra.output_subdir=null",
+        "hydra/job_logging=disabled",
+        "hydra/hydra_logging=disabled",
+    ]
     sys.argv[1:] = [*sys.argv[1:], *quiet]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
 

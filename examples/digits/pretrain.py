@@ -223,7 +223,7 @@ def generate(
     )
     stage = BagelStage(model, PixelCodec(), ByteTokenizer())
     rows = build_eval_request(dataset, range(len(dataset)), siblings, params).frontier
-    return stage.sample(rows, torch.zeros((len(rows), 0), dtype=torch.int64))
+    return stage.sample(rows)
 
 
 def describe(rows: Part, scorers: tuple[DigitProbability, DigitJudge]) -> str:

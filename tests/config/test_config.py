@@ -22,7 +22,9 @@ def test_a_misspelt_key_is_an_error_with_the_nearest_one() -> None:
 
 
 def test_a_misspelt_value_is_an_error_with_the_allowed_ones() -> None:
-    with pytest.raises(ValueError, match=r"layout is 'seperate'; allowed: colocate, separate; did you mean 'separate'"):
+    with pytest.raises(
+        ValueError, match=r"layout is 'seperate'; allowed: colocate, separate; did you mean 'separate'"
+    ):
         config(layout="seperate")
 
 
@@ -62,8 +64,16 @@ def test_changed_keys_are_dotted_and_complete() -> None:
     [
         ({"layout": "colocate"}, True, "async trainer needs layout: separate"),
         ({"layout": "separate", "num_devices": 1}, True, "num_devices of at least 2"),
-        ({"layout": "separate", "num_devices": 4, "train_fraction": 0.05}, True, "train_fraction 0.05 of num_devices 4 gives 0"),
-        ({"layout": "separate", "num_devices": 2, "transport_kind": "colocate_store", "max_inflight": 2}, True, "max_inflight: 1"),
+        (
+            {"layout": "separate", "num_devices": 4, "train_fraction": 0.05},
+            True,
+            "train_fraction 0.05 of num_devices 4 gives 0",
+        ),
+        (
+            {"layout": "separate", "num_devices": 2, "transport_kind": "colocate_store", "max_inflight": 2},
+            True,
+            "max_inflight: 1",
+        ),
         ({"transport_kind": "colocate_store"}, False, "needs layout: separate"),
         ({"buffer_max_staleness": 1}, False, "sync trainers have no buffer"),
         ({"sampling": {"eta": 0.0}}, False, "sampling.eta is 0.0"),
@@ -73,7 +83,9 @@ def test_changed_keys_are_dotted_and_complete() -> None:
         ({"batch_size": 2, "stack": {"num_updates_per_batch": 3}}, False, "a batch has 2 groups"),
     ],
 )
-def test_combinations_that_cannot_run_are_refused_by_key(changes: dict[str, Any], asynchronous: bool, message: str) -> None:
+def test_combinations_that_cannot_run_are_refused_by_key(
+    changes: dict[str, Any], asynchronous: bool, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         check(config(**changes), asynchronous=asynchronous)
 

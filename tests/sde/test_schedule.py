@@ -47,11 +47,13 @@ def test_a_bad_shift_names_the_key(bad: float) -> None:
 
 def test_siblings_share_the_step_set_however_they_are_split() -> None:
     steps = StepSet(kind="random", fraction=(0.0, 0.5), num_sde_steps=2)
-    common = dict(seed=7, iteration=3, num_inference_steps=14, rule="flow")
+    common = {"seed": 7, "iteration": 3, "num_inference_steps": 14, "rule": "flow"}
     ids = [f"r3.p{p}/{j}" for p in range(6) for j in range(4)]
     whole = steps.for_rows(ids, **common)
     assert all(torch.equal(whole[4 * p], whole[4 * p + j]) for p in range(6) for j in range(4))
-    assert torch.equal(torch.cat([steps.for_rows(ids[:5], **common), steps.for_rows(ids[5:], **common)]), whole)
+    assert torch.equal(
+        torch.cat([steps.for_rows(ids[:5], **common), steps.for_rows(ids[5:], **common)]), whole
+    )
     assert len({tuple(r) for r in whole.tolist()}) > 1
     assert not torch.equal(whole, steps.for_rows(ids, **(common | {"iteration": 4})))
     assert not torch.equal(whole, steps.for_rows(ids, **(common | {"seed": 8})))
@@ -76,7 +78,8 @@ def test_the_last_cps_step_is_never_trained() -> None:
 def test_progressive_windows_move_on() -> None:
     steps = StepSet(kind="progressive", num_sde_steps=2, iterations_per_shift=2)
     starts = [
-        steps.resolve(seed=0, group_id="g", iteration=i, num_inference_steps=4, rule="flow")[0] for i in range(8)
+        steps.resolve(seed=0, group_id="g", iteration=i, num_inference_steps=4, rule="flow")[0]
+        for i in range(8)
     ]
     assert starts == [0, 0, 1, 1, 2, 2, 0, 0]
 

@@ -7,7 +7,9 @@ import torch
 from unirl.types import UNUSED, LatentSegment, SegmentRef, frames_to_keep
 
 
-def segment(steps: list[int], *, rows: int, tokens: int, pad_to: int, total: int = 6, offset: float = 0.0) -> LatentSegment:
+def segment(
+    steps: list[int], *, rows: int, tokens: int, pad_to: int, total: int = 6, offset: float = 0.0
+) -> LatentSegment:
     """Row n's frame of step i holds the value 100 n + i everywhere."""
     kept = frames_to_keep(steps, total)
     frames = [
@@ -54,7 +56,10 @@ def test_segments_of_different_step_sets_and_bounds_concatenate() -> None:
 
 
 def test_references_move_no_data_and_resolve_to_the_rows_in_order() -> None:
-    stored = {"a": segment([0], rows=3, tokens=2, pad_to=2), "b": segment([0], rows=2, tokens=2, pad_to=2, offset=0.5)}
+    stored = {
+        "a": segment([0], rows=3, tokens=2, pad_to=2),
+        "b": segment([0], rows=2, tokens=2, pad_to=2, offset=0.5),
+    }
     refs = SegmentRef.concat([SegmentRef.of("a", 3), SegmentRef.of("b", 2)]).select([4, 0, 2, 3])
     assert refs.objects() == ["b", "a"]
     assert [float(r[0, 0]) for r in refs.resolve(stored).final()] == [106.5, 6.0, 206.0, 6.5]

@@ -8,8 +8,15 @@ from unirl.types import Canvas, NoiseRecipe, Part, Sample, SamplingParams, check
 
 
 def params(**changes: object) -> SamplingParams:
-    values: dict = dict(height=8, width=8, num_inference_steps=4, eta=0.7, rule="flow", noise=NoiseRecipe(0))
-    return SamplingParams(**(values | changes))
+    values = {
+        "height": 8,
+        "width": 8,
+        "num_inference_steps": 4,
+        "eta": 0.7,
+        "rule": "flow",
+        "noise": NoiseRecipe(0),
+    }
+    return SamplingParams(**(values | changes))  # type: ignore[arg-type]
 
 
 def prompts(count: int, **metadata: object) -> Part:
@@ -88,9 +95,15 @@ def test_a_malformed_canvas_names_the_row(bad: object) -> None:
 
 @pytest.mark.parametrize(
     ("canvas", "reason"),
-    [((9, 8), "pixel stride 2"), ((18, 2), "position table has 8"), ((10, 8), r"storage bound.*\[8, 8\] has 16")],
+    [
+        ((9, 8), "pixel stride 2"),
+        ((18, 2), "position table has 8"),
+        ((10, 8), r"storage bound.*\[8, 8\] has 16"),
+    ],
 )
-def test_a_canvas_the_model_cannot_hold_names_row_canvas_and_bound(canvas: tuple[int, int], reason: str) -> None:
+def test_a_canvas_the_model_cannot_hold_names_row_canvas_and_bound(
+    canvas: tuple[int, int], reason: str
+) -> None:
     with pytest.raises(ValueError, match=rf"row 'a': canvas \[{canvas[0]}, {canvas[1]}\].*{reason}"):
         check_canvases(["a"], [Canvas(*canvas)], Canvas(8, 8), pixel_stride=2, max_side=8)
 

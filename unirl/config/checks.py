@@ -8,6 +8,17 @@ import os
 
 from unirl.config.schema import RunConfig
 
+POSITIVE_COUNTS = (
+    "num_rollouts",
+    "batch_size",
+    "samples_per_prompt",
+    "num_devices",
+    "num_nodes",
+    "threads_per_worker",
+    "max_inflight",
+    "weight_sync_interval",
+)
+
 
 def check(config: RunConfig, *, asynchronous: bool) -> None:
     """Raises `ValueError` for combinations of keys that cannot run, naming the keys to change."""
@@ -25,17 +36,15 @@ def check(config: RunConfig, *, asynchronous: bool) -> None:
         )
     if config.save_interval % config.weight_sync_interval:
         raise ValueError(
-            f"save_interval is {config.save_interval} and weight_sync_interval {config.weight_sync_interval}: a checkpoint is taken "
-            "right after a push, when both slabs hold the same weights; make save_interval a multiple of weight_sync_interval"
+            f"save_interval is {config.save_interval} and weight_sync_interval {config.weight_sync_interval}: a checkpoint "
+            "is taken right after a push, when both slabs hold the same weights; make save_interval a multiple of weight_sync_interval"
         )
     if config.model.path is not None and not os.path.exists(config.model.path):
         raise ValueError(f"model.path {config.model.path!r} does not exist; change model.path")
 
 
 def _positive(config: RunConfig) -> None:
-    for key in (
-        "num_rollouts batch_size samples_per_prompt num_devices num_nodes threads_per_worker max_inflight weight_sync_interval"
-    ).split():
+    for key in POSITIVE_COUNTS:
         if getattr(config, key) < 1:
             raise ValueError(f"{key} is {getattr(config, key)}; allowed: 1 or more")
     for key in ("eval_interval", "save_interval", "buffer_max_staleness"):
@@ -57,7 +66,9 @@ def _positive(config: RunConfig) -> None:
         if not (number > 0 and math.isfinite(number)):
             raise ValueError(f"{key} is {number}; allowed: a finite number above 0")
     if not 0 <= config.optim.ema.decay < 1:
-        raise ValueError(f"optim.ema.decay is {config.optim.ema.decay}; allowed: 0 (off) up to, not including, 1")
+        raise ValueError(
+            f"optim.ema.decay is {config.optim.ema.decay}; allowed: 0 (off) up to, not including, 1"
+        )
     if config.stack.num_updates_per_batch > config.batch_size:
         raise ValueError(
             f"stack.num_updates_per_batch is {config.stack.num_updates_per_batch}, but a batch has {config.batch_size} groups; "
@@ -69,24 +80,33 @@ def _sampling(config: RunConfig) -> None:
     sampling = config.sampling
     sampling.sde.check(sampling.num_inference_steps, sampling.rule)
     if sampling.eta <= 0:
-        raise ValueError(f"sampling.eta is {sampling.eta}; allowed: above 0 while training (eval.eta may be 0)")
+        raise ValueError(
+            f"sampling.eta is {sampling.eta}; allowed: above 0 while training (eval.eta may be 0)"
+        )
     if sampling.rule == "cps" and sampling.eta > 1:
         raise ValueError(f"sampling.eta is {sampling.eta} with rule cps; allowed: above 0 and at most 1")
 
 
 def _layout(config: RunConfig, asynchronous: bool) -> None:
     if asynchronous and config.layout != "separate":
-        raise ValueError(f"layout is {config.layout!r}; the async trainer needs layout: separate (two disjoint slabs)")
+        raise ValueError(
+            f"layout is {config.layout!r}; the async trainer needs layout: separate (two disjoint slabs)"
+        )
     if config.layout == "separate":
         if config.num_devices < 2:
-            raise ValueError(f"layout: separate needs num_devices of at least 2, one a slab; num_devices is {config.num_devices}")
+            raise ValueError(
+                f"layout: separate needs num_devices of at least 2, one a slab; num_devices is {config.num_devices}"
+            )
         config.slab_sizes()
-    if config.transport_kind == "colocate_store" and (config.layout != "separate" or config.max_inflight != 1):
+    if config.transport_kind == "colocate_store" and (
+        config.layout != "separate" or config.max_inflight != 1
+    ):
         raise ValueError(
             "transport_kind: colocate_store moves data through the rollout actor and needs layout: separate and max_inflight: 1; "
             f"they are {config.layout!r} and {config.max_inflight}; change them, or set transport_kind: object_store"
         )
     if not asynchronous and config.buffer_max_staleness:
         raise ValueError(
-            f"buffer_max_staleness is {config.buffer_max_staleness}; the sync trainers have no buffer: set it to 0 or use train_async_diffusion"
+            f"buffer_max_staleness is {config.buffer_max_staleness}; the sync trainers have no buffer: set it to 0, "
+            "or use train_async_diffusion"
         )

@@ -19,12 +19,16 @@ def parse(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     Raises `ValueError` for an unknown key (with the nearest allowed one), a missing one, or a value of the wrong type.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where or 'the recipe'} is {values!r}; allowed: a mapping of {sorted(_names(cls))}")
+        raise ValueError(
+            f"{where or 'the recipe'} is {values!r}; allowed: a mapping of {sorted(_names(cls))}"
+        )
     hints = typing.get_type_hints(cls)
     names = _names(cls)
     for key in values:
         if key not in names:
-            raise ValueError(f"unknown key {_join(where, key)!r}{_nearest(str(key), names)}; allowed here: {', '.join(sorted(names))}")
+            raise ValueError(
+                f"unknown key {_join(where, key)!r}{_nearest(str(key), names)}; allowed here: {', '.join(sorted(names))}"
+            )
     built: dict[str, Any] = {}
     for f in dataclasses.fields(cls):  # type: ignore[arg-type]
         if f.name in values:
@@ -45,7 +49,9 @@ def to_plain(config: Any) -> Any:
     return config
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> dict[str, tuple[Any, Any]]:
+def changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], where: str = ""
+) -> dict[str, tuple[Any, Any]]:
     """`{dotted key: (old value, new value)}` of every leaf that differs between two plain configs."""
     changed: dict[str, tuple[Any, Any]] = {}
     for key in sorted(old.keys() | new.keys()):

@@ -33,7 +33,7 @@ class ModelConfig:
     """`model`: what is trained.
 
     `path` is a folder of safetensors in the public layout; None takes the weights shipped with the package for `bagel-digits`.
-    `train`: `lora` or `full`.
+    `train`: `lora` or `full`. `batch_invariant`: a row's bits do not depend on its batch (None: as the preset says).
     """
 
     preset: str = "bagel-digits"
@@ -42,7 +42,7 @@ class ModelConfig:
     train: Literal["lora", "full"] = "lora"
     lora: LoraConfig = field(default_factory=LoraConfig)
     gradient_checkpointing: bool = False
-    batch_invariant: bool = False
+    batch_invariant: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """`optim.ema`: an average of the trained weights, used by the evaluations that push first, and exported. decay 0 switches it off."""
+    """`optim.ema`: an average of the trained weights, for the evaluations that push first and the export. decay 0: off."""
 
     decay: float = 0.0
     warmup: bool = True
@@ -156,7 +156,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """`eval`: fixed seeds, deterministic sampling; `scorers` add monitors to those of `reward`, `set_metrics` numbers of all images."""
+    """`eval`: fixed seeds. `scorers` add monitors to those of `reward`, `set_metrics` numbers about all images together."""
 
     samples_per_prompt: int = 4
     num_prompts: int | None = None

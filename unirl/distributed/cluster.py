@@ -32,14 +32,20 @@ def connect(config: RunConfig, *, logs_to_driver: bool = False) -> None:
     A cluster of our own has no dashboard, its own session folder and ports, so that two runs on a host do not meet.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": logs_to_driver, "configure_logging": True}
+    common: dict[str, Any] = {
+        "logging_level": logging.ERROR,
+        "log_to_driver": logs_to_driver,
+        "configure_logging": True,
+    }
     if config.ray_address:
         ray.init(address=config.ray_address, **common)
     else:
         needed = config.num_devices * config.threads_per_worker
         cores = os.cpu_count() or 1
         if not _gpus_here() and needed > cores:
-            raise ValueError(_refusal(config, Devices("CPU", (("this host", cores // config.threads_per_worker),))))
+            raise ValueError(
+                _refusal(config, Devices("CPU", (("this host", cores // config.threads_per_worker),)))
+            )
         ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **common)
 
 
@@ -58,7 +64,9 @@ def find_devices(config: RunConfig, nodes: Sequence[dict[str, Any]] | None = Non
     if any(count for _, count in gpus):
         devices = Devices("GPU", gpus)
     else:
-        cpus = tuple((_name(n), int(n["Resources"].get("CPU", 0)) // config.threads_per_worker) for n in alive)
+        cpus = tuple(
+            (_name(n), int(n["Resources"].get("CPU", 0)) // config.threads_per_worker) for n in alive
+        )
         devices = Devices("CPU", cpus)
     if len(alive) < config.num_nodes or devices.available < config.num_devices:
         raise ValueError(_refusal(config, devices))

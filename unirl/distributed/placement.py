@@ -39,7 +39,9 @@ class Slabs:
         threads = str(self._config.threads_per_worker)
         options: dict[str, Any] = {
             "num_cpus": self._config.threads_per_worker if self._devices.kind == "CPU" else 1,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            ),
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
         }
         if self._devices.kind == "GPU":
@@ -51,4 +53,8 @@ class Slabs:
         remove_placement_group(self._group)
 
     def _bundle(self) -> dict[str, float]:
-        return {"GPU": 1, "CPU": 1} if self._devices.kind == "GPU" else {"CPU": float(self._config.threads_per_worker)}
+        return (
+            {"GPU": 1, "CPU": 1}
+            if self._devices.kind == "GPU"
+            else {"CPU": float(self._config.threads_per_worker)}
+        )

@@ -52,7 +52,9 @@ class Worker:
         if self._generates:
             self.rollout_side = RolloutSide(self._config, model, stage, owns_model=not self._trains)
 
-    def train(self, rows: Part, plan: RankPlan, objects: list[Any], *payloads: SegmentPayload) -> dict[str, Any]:
+    def train(
+        self, rows: Part, plan: RankPlan, objects: list[Any], *payloads: SegmentPayload
+    ) -> dict[str, Any]:
         """One training step on this rank's rows; `payloads` are the contents of `objects`, in order."""
         stored = {key: unpack_segment(p) for key, p in zip(objects, payloads, strict=True)}
         return self._train.train(rows, plan, stored)

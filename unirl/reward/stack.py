@@ -22,7 +22,9 @@ class RewardStack:
         overlap: score one micro-batch in a thread while the engine generates the next.
     """
 
-    def __init__(self, engine: Engine, scorers: Mapping[str, Scorer], *, micro_batch_size: int, overlap: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, scorers: Mapping[str, Scorer], *, micro_batch_size: int, overlap: bool = False
+    ) -> None:
         self.engine = engine
         self.scorers = dict(scorers)
         self.micro_batch_size = micro_batch_size

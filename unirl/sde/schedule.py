@@ -18,14 +18,16 @@ def shifted_sigmas(num_inference_steps: int, shift: float) -> torch.Tensor:
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
-def linear_mu(tokens: int, *, base_tokens: int, max_tokens: int, base_shift: float, max_shift: float) -> float:
+def linear_mu(
+    tokens: int, *, base_tokens: int, max_tokens: int, base_shift: float, max_shift: float
+) -> float:
     """The line that dynamic shifting draws from (base_tokens, base_shift) to (max_tokens, max_shift)."""
     slope = (max_shift - base_shift) / (max_tokens - base_tokens)
     return base_shift + slope * (tokens - base_tokens)
 
 
 def dynamic_sigmas(num_inference_steps: int, mu: float, *, terminal: float | None = None) -> torch.Tensor:
-    """`[T + 1]`: the exponential shift exp(mu) of sigmas 1 .. 1/T, stretched so that the last non-zero one is `terminal`, then 0."""
+    """`[T + 1]`: the shift exp(mu) of sigmas 1 .. 1/T, stretched so that the last non-zero one is `terminal`, then 0."""
     t = torch.linspace(1.0, 1.0 / num_inference_steps, num_inference_steps, dtype=torch.float64)
     shift = math.exp(mu)
     sigmas = shift / (shift + (1.0 / t - 1.0))

@@ -23,7 +23,8 @@ class StepSet:
 
     Args:
         kind: `all`; `random`: `num_sde_steps` drawn from the part `fraction` of the schedule (Flow-GRPO-Fast);
-            `window`: `num_sde_steps` consecutive ones, drawn at random; `progressive`: a window that moves with the iteration (MixGRPO).
+            `window`: `num_sde_steps` consecutive ones, drawn at random; `progressive`: a window that moves with the
+            iteration (MixGRPO).
         fraction: part of the schedule to draw from, as [from, to] in [0, 1].
         num_sde_steps: how many (ignored by `all`).
         iterations_per_shift: iterations before a `progressive` window moves on by one.
@@ -38,8 +39,10 @@ class StepSet:
         """Steps that may be trained. CPS's last one has no density."""
         low, high = self.fraction
         if not 0 <= low < high <= 1:
-            raise ValueError(f"sampling.sde.fraction is {list(self.fraction)}; allowed: [from, to] with 0 <= from < to <= 1")
-        steps = range(int(round(low * num_inference_steps)), int(round(high * num_inference_steps)))
+            raise ValueError(
+                f"sampling.sde.fraction is {list(self.fraction)}; allowed: [from, to] with 0 <= from < to <= 1"
+            )
+        steps = range(round(low * num_inference_steps), round(high * num_inference_steps))
         return [s for s in steps if not (rule == "cps" and s == num_inference_steps - 1)]
 
     def check(self, num_inference_steps: int, rule: Rule) -> int:
@@ -55,7 +58,9 @@ class StepSet:
             )
         return count
 
-    def resolve(self, *, seed: int, group_id: str, iteration: int, num_inference_steps: int, rule: Rule) -> list[int]:
+    def resolve(
+        self, *, seed: int, group_id: str, iteration: int, num_inference_steps: int, rule: Rule
+    ) -> list[int]:
         """The trained steps of one group in one iteration, ascending."""
         count = self.check(num_inference_steps, rule)
         steps = self.candidates(num_inference_steps, rule)
@@ -80,6 +85,10 @@ class StepSet:
         for group in map(group_of, ids):
             if group not in sets:
                 sets[group] = self.resolve(
-                    seed=seed, group_id=group, iteration=iteration, num_inference_steps=num_inference_steps, rule=rule
+                    seed=seed,
+                    group_id=group,
+                    iteration=iteration,
+                    num_inference_steps=num_inference_steps,
+                    rule=rule,
                 )
         return torch.tensor([sets[group_of(i)] for i in ids], dtype=torch.int64)

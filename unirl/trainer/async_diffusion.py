@@ -56,7 +56,9 @@ class AsyncDiffusionTrainer(DiffusionTrainer):
         with self.session.timed("drain"):
             self.scheduler.drain()
         super()._push(version)
-        if version > self.scheduler.stats.version:  # the first push of a run carries the version it starts with
+        if (
+            version > self.scheduler.stats.version
+        ):  # the first push of a run carries the version it starts with
             self.scheduler.on_push()
 
     def _evaluate(self, step: int) -> None:

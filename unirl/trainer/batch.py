@@ -56,4 +56,7 @@ def canvas_metrics(rows: Part) -> dict[str, float]:
             by_canvas.setdefault(f"{canvas.height}x{canvas.width}", []).append(i)
     if len(by_canvas) < 2:
         return {}
-    return {f"canvas/{name}/reward": float(rows.rewards[torch.tensor(i)].mean()) for name, i in sorted(by_canvas.items())}
+    return {
+        f"canvas/{name}/reward": float(rows.rewards[torch.tensor(i)].mean())
+        for name, i in sorted(by_canvas.items())
+    }

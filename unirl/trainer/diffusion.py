@@ -113,7 +113,9 @@ class DiffusionTrainer:
     def _measure(self, step: int) -> None:
         session = self.session
         with session.timed("eval"):
-            session.note(evaluate(session.rollout, session.requests, self.config, self.plan.run_dir.samples, step))
+            session.note(
+                evaluate(session.rollout, session.requests, self.config, self.plan.run_dir.samples, step)
+            )
 
     def _save_if_due(self, rollout_id: int) -> None:
         done, interval = rollout_id + 1, self.config.save_interval
@@ -132,7 +134,9 @@ class DiffusionTrainer:
                 self._measure(last)
             self.session.write(last)
         if self.config.model.train == "lora":
-            self.session.train.export_adapter(str(self.plan.run_dir.adapter), average=self.config.optim.ema.decay > 0)
+            self.session.train.export_adapter(
+                str(self.plan.run_dir.adapter), average=self.config.optim.ema.decay > 0
+            )
 
     # ---- what a checkpoint holds beside the training ranks' state
 

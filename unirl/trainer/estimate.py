@@ -15,7 +15,7 @@ from unirl.trainer.requests import Requests
 BACKWARD_TO_FORWARD = 3.0
 """A replayed step costs a forward pass and about twice that to go back through it."""
 OVERHEAD = 2.5
-"""Whole step over its matrix products: attention, norms, noise, scoring, transport. Measured on the digits recipe; a rough figure."""
+"""Whole step over its matrix products: attention, norms, noise, scoring, transport. A rough figure."""
 
 
 def estimate_seconds(config: RunConfig, requests: Requests, *, asynchronous: bool) -> float:
@@ -32,7 +32,8 @@ def estimate_seconds(config: RunConfig, requests: Requests, *, asynchronous: boo
     train_s = forward_s * trained * BACKWARD_TO_FORWARD / train_ranks
     step_s = max(generate_s, train_s) if asynchronous else generate_s + train_s
     eval_rows = sum(
-        min(len(d), config.eval.num_prompts or len(d)) * config.eval.samples_per_prompt for d in requests.eval_sets.values()
+        min(len(d), config.eval.num_prompts or len(d)) * config.eval.samples_per_prompt
+        for d in requests.eval_sets.values()
     )
     num_evals = 2 + (config.num_rollouts // config.eval_interval if config.eval_interval else 0)
     return step_s * config.num_rollouts + num_evals * generate_s * eval_rows / rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can be known before a worker starts: the recipe's checks, the data, the model's files, and what the run will do."""
+"""What can be known before a worker starts: the recipe's checks, the data, the model's files, what the run will do."""
 
 from __future__ import annotations
 
@@ -57,14 +57,16 @@ def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:
         f"prompts x {config.samples_per_prompt} siblings = {rows} rows, {config.sampling.num_inference_steps} steps each; "
         f"about {duration(seconds)} on {train} training and {rollout} rollout rank(s) {where}; results in {config.run_dir}"
     )
-    scorers = ", ".join(f"{s.name} x {s.weight:g}" if s.weight else f"{s.name} (monitor)" for s in config.reward.scorers)
+    scorers = ", ".join(
+        f"{s.name} x {s.weight:g}" if s.weight else f"{s.name} (monitor)" for s in config.reward.scorers
+    )
     lines = [
         head,
         f"  data: {requests.dataset.name}, {len(requests.dataset)} prompts; evaluation: "
         + (", ".join(f"{n} ({len(d)} prompts)" for n, d in requests.eval_sets.items()) or "none"),
         f"  reward: {scorers}; normalise {config.reward.normalise}",
-        f"  update: {config.stack.num_updates_per_batch} a rollout, lr {config.optim.lr:g}, clip range {config.algorithm.clip_range:g}, "
-        f"KL weight {config.algorithm.beta:g}",
+        f"  update: {config.stack.num_updates_per_batch} a rollout, lr {config.optim.lr:g}, "
+        f"clip range {config.algorithm.clip_range:g}, KL weight {config.algorithm.beta:g}",
     ]
     if asynchronous:
         lines.append(

@@ -26,7 +26,9 @@ class Requests:
         """Request `index`: `batch_size` prompts with `samples_per_prompt` siblings each, and their trained steps."""
         config = self._config
         params = self._params(NoiseRecipe(config.seed, init_same_noise=config.sampling.init_same_noise))
-        request = build_request(self.dataset, self._sampler.batch(index), index, config.samples_per_prompt, params)
+        request = build_request(
+            self.dataset, self._sampler.batch(index), index, config.samples_per_prompt, params
+        )
         steps = config.sampling.sde.for_rows(
             request.frontier.ids,
             seed=config.seed,
@@ -46,7 +48,9 @@ class Requests:
     def check_canvases(self, *, pixel_stride: int, max_side: int) -> None:
         """Refuses, by dataset and row, a canvas that the model or the storage bound cannot hold."""
         bound = self._params(NoiseRecipe(0)).canvas
-        check_canvases(["sampling.height/width"], [bound], bound, pixel_stride=pixel_stride, max_side=max_side)
+        check_canvases(
+            ["sampling.height/width"], [bound], bound, pixel_stride=pixel_stride, max_side=max_side
+        )
         for dataset in (self.dataset, *self.eval_sets.values()):
             rows = build_eval_request(dataset, range(len(dataset)), 1, self._params(NoiseRecipe(0))).parts[0]
             names = [f"{dataset.name}, row {i + 1}" for i in range(len(rows))]
@@ -69,5 +73,3 @@ class Requests:
             shift=sampling.shift,
             trajectory_dtype=sampling.trajectory_dtype,
         )
-
-

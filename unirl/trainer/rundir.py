@@ -17,7 +17,16 @@ import yaml
 from unirl.config import RunConfig, changed_keys, to_plain
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    "run_dir num_rollouts eval_interval save_interval resume dry_run ray_address num_nodes".split()
+    (
+        "run_dir",
+        "num_rollouts",
+        "eval_interval",
+        "save_interval",
+        "resume",
+        "dry_run",
+        "ray_address",
+        "num_nodes",
+    )
 )
 """Keys that a resumed run may change (those under `logging` too): none of them changes what is computed."""
 
@@ -50,10 +59,14 @@ class RunDir:
     def check_recipe(self, config: RunConfig) -> None:
         """Raises `ValueError` when a resumed run's recipe differs in a key that changes what is computed."""
         if not self.config_file.exists():
-            raise ValueError(f"resume: {str(self.path)!r} holds no config.yaml; set run_dir to the folder of the run to go on with")
+            raise ValueError(
+                f"resume: {str(self.path)!r} holds no config.yaml; set run_dir to the folder of the run to go on with"
+            )
         old = yaml.safe_load(self.config_file.read_text())
         changed = changed_keys(old, to_plain(config))
-        refused = {k: v for k, v in changed.items() if k not in MAY_CHANGE_ON_RESUME and not k.startswith("logging.")}
+        refused = {
+            k: v for k, v in changed.items() if k not in MAY_CHANGE_ON_RESUME and not k.startswith("logging.")
+        }
         if refused:
             lines = "".join(f"\n  {key}: saved {was!r}, now {now!r}" for key, (was, now) in refused.items())
             raise ValueError(

@@ -23,7 +23,9 @@ class Canvas(NamedTuple):
             and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in value)
         )
         if not ok:
-            raise ValueError(f"{where}: canvas is {value!r}; allowed: [height, width], two positive integers (pixels)")
+            raise ValueError(
+                f"{where}: canvas is {value!r}; allowed: [height, width], two positive integers (pixels)"
+            )
         return cls(int(value[0]), int(value[1]))
 
     def tokens(self, pixel_stride: int) -> int:
@@ -31,7 +33,9 @@ class Canvas(NamedTuple):
         return (self.height // pixel_stride) * (self.width // pixel_stride)
 
 
-def check_canvases(ids: Sequence[str], canvases: Sequence[Canvas], bound: Canvas, *, pixel_stride: int, max_side: int):
+def check_canvases(
+    ids: Sequence[str], canvases: Sequence[Canvas], bound: Canvas, *, pixel_stride: int, max_side: int
+):
     """Raises `ValueError` naming row, canvas and bound.
 
     Args:
@@ -44,7 +48,9 @@ def check_canvases(ids: Sequence[str], canvases: Sequence[Canvas], bound: Canvas
     for row_id, canvas in zip(ids, canvases, strict=True):
         asked = f"row {row_id!r}: canvas {list(canvas)}"
         if canvas.height % pixel_stride or canvas.width % pixel_stride:
-            raise ValueError(f"{asked} is not a multiple of the model's pixel stride {pixel_stride}; change metadata.canvas")
+            raise ValueError(
+                f"{asked} is not a multiple of the model's pixel stride {pixel_stride}; change metadata.canvas"
+            )
         if max(canvas) // pixel_stride > max_side:
             raise ValueError(
                 f"{asked} needs {max(canvas) // pixel_stride} positions a side; the model's position table has "

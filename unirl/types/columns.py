@@ -34,7 +34,9 @@ class Columns:
 
     def __post_init__(self) -> None:
         lengths = {
-            f.name: _length(getattr(self, f.name)) for f in _fields(self, ROW) if getattr(self, f.name) is not None
+            f.name: _length(getattr(self, f.name))
+            for f in _fields(self, ROW)
+            if getattr(self, f.name) is not None
         }
         if len(set(lengths.values())) > 1:
             raise ValueError(f"{type(self).__name__}: columns of different lengths: {lengths}")
@@ -74,7 +76,9 @@ class Columns:
             else:
                 missing = [p is None for p in parts]
                 if any(missing) and not all(missing):
-                    raise ValueError(f"{cls.__name__}.concat: column {f.name!r} is missing from some of the tables")
+                    raise ValueError(
+                        f"{cls.__name__}.concat: column {f.name!r} is missing from some of the tables"
+                    )
                 values[f.name] = None if missing[0] else cls._concat_column(f.name, parts)
         return cls(**values)
 
@@ -95,7 +99,9 @@ def _length(value: Any) -> int:
     if isinstance(value, Mapping):
         lengths = {len(v) for v in value.values()}
         if len(lengths) > 1:
-            raise ValueError(f"columns of different lengths in one mapping: {[(k, len(v)) for k, v in value.items()]}")
+            raise ValueError(
+                f"columns of different lengths in one mapping: {[(k, len(v)) for k, v in value.items()]}"
+            )
         return lengths.pop() if lengths else 0
     return len(value)
 

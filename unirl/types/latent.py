@@ -41,7 +41,9 @@ class LatentSegment(Columns):
         match = self.frame_steps == steps[:, None]
         if not bool(match.any(dim=1).all()):
             lost = torch.nonzero(~match.any(dim=1)).flatten().tolist()
-            raise ValueError(f"steps {steps[lost].tolist()} of rows {lost} are not stored; stored: {self.frame_steps[lost].tolist()}")
+            raise ValueError(
+                f"steps {steps[lost].tolist()} of rows {lost} are not stored; stored: {self.frame_steps[lost].tolist()}"
+            )
         slot = match.to(torch.int8).argmax(dim=1).to(self.latents.device)
         return self.latents[torch.arange(len(self), device=self.latents.device), slot]
 
@@ -53,7 +55,9 @@ class LatentSegment(Columns):
     def trimmed(self) -> LatentSegment:
         """The same rows stored without padding beyond the longest of them."""
         longest = int(self.token_counts.max())
-        return self if longest == self.latents.shape[2] else self.replace(latents=self.latents[:, :, :longest])
+        return (
+            self if longest == self.latents.shape[2] else self.replace(latents=self.latents[:, :, :longest])
+        )
 
     def nbytes(self) -> int:
         """Bytes of the stored frames, padding included."""
@@ -67,7 +71,10 @@ class LatentSegment(Columns):
             parts = [torch.nn.functional.pad(p, (0, most - p.shape[1]), value=UNUSED) for p in parts]
         if name == "latents":
             most, longest = max(p.shape[1] for p in parts), max(p.shape[2] for p in parts)
-            parts = [torch.nn.functional.pad(p, (0, 0, 0, longest - p.shape[2], 0, most - p.shape[1])) for p in parts]
+            parts = [
+                torch.nn.functional.pad(p, (0, 0, 0, longest - p.shape[2], 0, most - p.shape[1]))
+                for p in parts
+            ]
         return torch.cat(parts)
 
     @classmethod

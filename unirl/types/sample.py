@@ -89,7 +89,9 @@ class Part(Columns):
     def fork(self, siblings: int, params: SamplingParams) -> Part:
         """`siblings` children a row, contiguous, named `parent/j`; they carry prompt, metadata and source image."""
         if siblings < 1:
-            raise ValueError(f"fork: asked for {siblings} siblings; allowed: 1 or more (key samples_per_prompt)")
+            raise ValueError(
+                f"fork: asked for {siblings} siblings; allowed: 1 or more (key samples_per_prompt)"
+            )
         index = [i for i in range(len(self)) for _ in range(siblings)]
         children = self.select(index)
         ids = tuple(f"{self.ids[i]}/{j}" for i in range(len(self)) for j in range(siblings))

@@ -76,7 +76,7 @@ class BagelStage:
         return shifted_sigmas(params.num_inference_steps, shift)
 
     @torch.no_grad()
-    def sample(self, part: Part, sde_steps: Tensor, *, decode: bool = True) -> Part:
+    def sample(self, part: Part, *, decode: bool = True) -> Part:
         """Denoise every row; see :meth:`unirl.protocols.Stage.sample`.
 
         Frames run through ``params.trajectory_dtype`` at every step, so a stored frame is what the model was
@@ -91,7 +91,7 @@ class BagelStage:
         check_canvases(
             part.ids, canvases, params.canvas, pixel_stride=self.pixel_stride, max_side=self.max_side
         )
-        sde_steps = _checked_steps(part, sde_steps)
+        sde_steps = _checked_steps(part)
         guidance = Guidance.of(params)
         num_steps = params.num_inference_steps
         kept = [frames_to_keep(steps, num_steps) for steps in sde_steps.tolist()]
@@ -311,10 +311,12 @@ def _params(part: Part) -> SamplingParams:
     return part.params
 
 
-def _checked_steps(part: Part, sde_steps: Tensor) -> Tensor:
+def _checked_steps(part: Part) -> Tensor:
     params = _params(part)
-    sde_steps = sde_steps.to(device="cpu", dtype=torch.int64)
-    if sde_steps.ndim != 2 or sde_steps.shape[0] != len(part):
+    if part.sde_steps is None:
+        return torch.zeros((len(part), 0), dtype=torch.int64)
+    sde_steps = part.sde_steps.to(device="cpu", dtype=torch.int64)
+    if sde_steps.ndim != 2:
         raise ValueError(
             f"sde_steps has shape {list(sde_steps.shape)}; expected [{len(part)}, S], one set a row"
         )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From `model` in the recipe to weights on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from unirl.config import RunConfig
+from unirl.models.bagel import PRESETS, Bagel, BagelConfig, BagelStage, preset
+from unirl.train.trainable import prepare
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLimits:
+    """What can be known of a model without its weights. `max_side` in tokens; `active_params` work on one image token."""
+
+    pixel_stride: int
+    max_side: int
+    active_params: int
+    hidden_size: int
+    intermediate_size: int
+
+
+def weights_folder(config: RunConfig) -> Path:
+    """The folder the weights come from. `ValueError` names the setting when there is none."""
+    if config.model.path is not None:
+        return Path(config.model.path)
+    shipped = ASSETS / config.model.preset
+    if not shipped.is_dir():
+        raise ValueError(
+            f"model.path is not set, and no weights of {config.model.preset!r} are shipped with the package; set model.path to a "
+            "folder in the public layout"
+        )
+    return shipped
+
+
+def model_config(config: RunConfig) -> BagelConfig:
+    """The preset's dimensions; `ValueError` for an unknown preset."""
+    if config.model.preset not in PRESETS:
+        raise ValueError(f"model.preset is {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
+    dimensions = preset(config.model.preset)
+    if config.model.batch_invariant is not None:
+        dimensions = dimensions.replace(batch_invariant=config.model.batch_invariant)
+    return dimensions
+
+
+def model_limits(config: RunConfig) -> ModelLimits:
+    """Limits of the recipe's model; checks that its weights are where the recipe says."""
+    weights_folder(config)
+    dimensions = model_config(config)
+    language = dimensions.language
+    attention = 2 * language.hidden_size * (language.num_attention_heads + language.num_key_value_heads) * language.head_dim
+    per_layer = attention + 3 * language.hidden_size * language.intermediate_size
+    return ModelLimits(
+        pixel_stride=dimensions.pixel_stride,
+        max_side=dimensions.max_latent_size,
+        active_params=language.num_hidden_layers * per_layer,
+        hidden_size=language.hidden_size,
+        intermediate_size=language.intermediate_size,
+    )
+
+
+def build_model(config: RunConfig, *, rollout_only: bool = False) -> tuple[Bagel, BagelStage]:
+    """The model with its adapter or trainable weights, on this process's device, and its stage."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    stage = BagelStage.from_pretrained(weights_folder(config), model_config(config), device=device, dtype=dtype)
+    prepare(stage.model, config.model, seed=config.seed)
+    if rollout_only:
+        stage.model.requires_grad_(False)
+    return stage.model, stage
