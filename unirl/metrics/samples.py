@@ -60,7 +60,7 @@ def write_samples(
         "scores": np.asarray(list(scores), dtype=np.float64),
     }
     by_canvas: dict[tuple[int, int], list[int]] = {}
-    pixels = [_to_uint8(image) for image in images]
+    pixels = [to_uint8(image) for image in images]
     for row, image in enumerate(pixels):
         by_canvas.setdefault((image.shape[0], image.shape[1]), []).append(row)
     if len(by_canvas) == 1:
@@ -117,7 +117,8 @@ def _stacks(arrays: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray, np.nda
     return found
 
 
-def _to_uint8(image: np.ndarray) -> np.ndarray:
+def to_uint8(image: np.ndarray) -> np.ndarray:
+    """uint8 `[H, W, C]` of an image that is uint8, or float in [0, 1]; values outside are clipped."""
     array = np.asarray(image)
     if array.ndim == 2:
         array = array[..., None]

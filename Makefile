@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target makes .venv first, when it is missing or older than what it was built from.
+#
+#   make demo          train the digits recipe asynchronously and write a report (a few minutes)
+#   make test          the quick tests            make test-slow   the others that need no GPU
+#   make lint          style, layers, types       make bench       the benchmarks
+#
+#   TORCH=...          which torch to install: a requirement or the path of a wheel (default: torch==2.13.0)
+#   PYTHON=...         the interpreter that .venv is made from (default: python3, 3.11 or newer)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
+
+# A recipe's workers are processes of one thread each; more threads than cores make everything slower.
+export OMP_NUM_THREADS ?= 1
+
+# A demo that was run before stays as it is.
+DEMO_DIR := $(if $(wildcard runs/demo/metrics.jsonl),runs/demo-$(shell date +%Y%m%d-%H%M%S),runs/demo)
+
+TEST_WORKERS ?= 2
+PURE := unirl/ops unirl/types unirl/sde $(wildcard unirl/schedule) unirl/config unirl/parity unirl/metrics \
+	unirl/protocols.py unirl/rollout/async_runtime.py
+
+.PHONY: help install demo test test-slow lint bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,demo]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m unirl.train_async_diffusion --config-name=diffusion/digits/digits_async run_dir=$(DEMO_DIR)
+	@echo "open $(DEMO_DIR)/report.html"
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" -n $(TEST_WORKERS) --dist loadfile
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not gpu and not vllm"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy $(PURE)
+
+bench: $(STAMP)
+	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find unirl tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -f unirl/*.so unirl/ops/*.so

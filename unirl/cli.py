@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`unirl`: doctor, report, sample, export. Heavy imports happen inside the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_FAILED = 1
+EXIT_WRONG_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0, 1 when the doctor found the demo cannot run, or 2 for wrong input (said on
+    stderr).
+    """
+    options = build_parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="unirl", description="RL post-training of diffusion models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser(
+        "doctor", help="what is installed, built and visible; how to get what is missing"
+    )
+    doctor.set_defaults(command=_doctor)
+
+    report = commands.add_parser("report", help="write curves, grids and report.html of a run")
+    report.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    report.set_defaults(command=_report)
+
+    sample = commands.add_parser("sample", help="generate images with a run's trained weights")
+    sample.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    sample.add_argument("--prompt", required=True, help='for example "a handwritten three"')
+    sample.add_argument(
+        "--num", type=_positive, default=8, help="images, each from a noise of its own (default 8)"
+    )
+    sample.add_argument("--seed", type=int, default=0, help="the same seed gives the same images (default 0)")
+    sample.add_argument(
+        "--canvas",
+        type=_positive,
+        nargs=2,
+        metavar=("HEIGHT", "WIDTH"),
+        help="pixels (default: the recipe's)",
+    )
+    sample.add_argument("--steps", type=_positive, help="denoising steps (default: the recipe's)")
+    sample.add_argument("--out", type=Path, default=Path("samples.png"), help="a PNG (default samples.png)")
+    sample.add_argument(
+        "--checkpoint", type=Path, help="an adapter folder or checkpoint (default: the run's last)"
+    )
+    sample.add_argument("--base", action="store_true", help="the weights before training")
+    sample.set_defaults(command=_sample)
+
+    export = commands.add_parser("export", help="write a run's adapter as plain peft loads it")
+    export.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
+    export.set_defaults(command=_export)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}; allowed: 1 or more")
+    return number
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from unirl.cli_doctor import examine, render
+
+    checks = examine()
+    print(render(checks))
+    return EXIT_FAILED if any(check.prevents_demo for check in checks) else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from unirl.report import write_report
+
+    print(write_report(options.run))
+    return 0
+
+
+def _sample(options: argparse.Namespace) -> int:
+    from unirl.cli_model import sample_images
+    from unirl.report.grids import grid_image
+
+    images = sample_images(
+        options.run,
+        prompt=options.prompt,
+        num=options.num,
+        seed=options.seed,
+        canvas=tuple(options.canvas) if options.canvas else None,
+        steps=options.steps,
+        base=options.base,
+    )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    grid_image(images, [options.prompt] * len(images), max_columns=8).save(options.out)
+    print(options.out)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from unirl.cli_model import export_adapter
+
+    print(export_adapter(options.run, options.to))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
