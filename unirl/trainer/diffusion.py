@@ -10,11 +10,12 @@ from pathlib import Path
 from unirl.config import RunConfig
 from unirl.distributed.slabs import Group
 from unirl.train.plan import plan_updates
+from unirl.train.stack import merge_results
 from unirl.trainer.batch import batch_seconds, build_batch, canvas_metrics
 from unirl.trainer.evaluation import evaluate
 from unirl.trainer.preflight import preflight
 from unirl.trainer.session import Session, open_session
-from unirl.trainer.summary import train_metrics
+from unirl.trainer.summary import train_warnings
 
 
 class DiffusionTrainer:
@@ -68,7 +69,8 @@ class DiffusionTrainer:
         )
         with session.timed("train"):
             results = session.train.train(rows, plan)
-        session.note(train_metrics(results))
+        session.note(merge_results(results))
+        session.warn(train_warnings(results))
 
     def _push_if_due(self, rollout_id: int) -> None:
         done = rollout_id + 1

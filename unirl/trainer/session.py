@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ class Session:
         train: TrainSlab,
         rollout: RolloutSlab,
         sinks: MultiSink,
+        console: ConsoleSink,
         checkpoints: RunCheckpoints,
         first_rollout: int,
     ) -> None:
@@ -37,12 +38,21 @@ class Session:
         self.checkpoints = checkpoints
         self.first_rollout = first_rollout
         self._sinks = sinks
+        self._console = console
+        self._warned: set[str] = set()
         self._metrics: dict[str, Any] = {}
         self._begin = time.perf_counter()
 
     def note(self, metrics: dict[str, Any]) -> None:
         """Adds numbers to the current rollout's line."""
         self._metrics.update(metrics)
+
+    def warn(self, texts: Sequence[str]) -> None:
+        """Shows each warning above the live line, once a run."""
+        for text in texts:
+            if text not in self._warned:
+                self._warned.add(text)
+                self._console.message(f"warning: {text}")
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -88,4 +98,4 @@ def open_session(plan: Plan) -> Iterator[Session]:
             extra=[console],
         )
         stack.callback(sinks.close)
-        yield Session(plan, train, rollout, sinks, checkpoints, first_rollout)
+        yield Session(plan, train, rollout, sinks, console, checkpoints, first_rollout)

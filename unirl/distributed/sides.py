@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logic behind a worker, as plain objects: a training side and a rollout side. Tests drive them without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unirl.config import RunConfig
+from unirl.models.bagel import Bagel, BagelStage
+from unirl.protocols import Collective, WeightPush
+from unirl.reward import build_scorers
+from unirl.reward.stack import RewardStack
+from unirl.rollout.engine.trainside import TrainsideEngine
+from unirl.train.plan import RankPlan
+from unirl.train.stack import TrainResult, TrainStack
+from unirl.train.weights import apply_push
+from unirl.types import LatentSegment, Part, Sample
+
+
+class TrainSide:
+    """Replay and update on one rank."""
+
+    def __init__(self, config: RunConfig, model: Bagel, stage: BagelStage, collective: Collective) -> None:
+        self.stack = TrainStack(stage, model, config, collective)
+
+    def train(self, rows: Part, plan: RankPlan, stored: Mapping[Any, LatentSegment]) -> TrainResult:
+        """One training step on this rank's rows, whose trajectories are looked up in `stored`."""
+        if len(rows):
+            rows = rows.replace(segment=rows.segment.resolve(stored))
+        return self.stack.train(rows, plan)
+
+
+class RolloutSide:
+    """Generation and scoring on one rank."""
+
+    def __init__(self, config: RunConfig, model: Bagel, stage: BagelStage, *, owns_model: bool) -> None:
+        self.engine = TrainsideEngine(stage, model, apply_push, owns_model=owns_model)
+        rewards = build_scorers(config.reward.scorers, "reward.scorers")
+        monitors = build_scorers(config.eval.scorers, "eval.scorers")
+        self._rewards = RewardStack(
+            self.engine,
+            rewards,
+            micro_batch_size=config.reward_stack.micro_batch_size,
+            overlap=config.reward_stack.overlap,
+        )
+        self._evaluation = RewardStack(
+            self.engine, rewards | monitors, micro_batch_size=config.eval.micro_batch_size
+        )
+
+    def generate(self, request: Sample) -> tuple[Sample, dict[str, float], LatentSegment]:
+        """(light rows without trajectories and images, seconds by phase, trajectories)."""
+        sample, seconds = self._rewards.generate_and_score(request)
+        rows = sample.frontier
+        light = sample.replace_frontier(rows.replace(segment=None, media=None))
+        return light, seconds, rows.segment
+
+    def evaluate(self, request: Sample) -> Sample:
+        """The rows with images and the scores of rewards and monitors; no trajectories."""
+        sample, _ = self._evaluation.generate_and_score(request)
+        return sample.replace_frontier(sample.frontier.replace(segment=None))
+
+    def load(self, push: WeightPush) -> tuple[int, int]:
+        """Installs a push; returns the digest of the live parameters."""
+        return self.engine.load(push)
+
+
