@@ -54,9 +54,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sample.add_argument("--steps", type=_positive, help="denoising steps (default: the recipe's)")
     sample.add_argument("--out", type=Path, default=Path("samples.png"), help="a PNG (default samples.png)")
-    sample.add_argument(
-        "--checkpoint", type=Path, help="an adapter folder or checkpoint (default: the run's last)"
-    )
     sample.add_argument("--base", action="store_true", help="the weights before training")
     sample.set_defaults(command=_sample)
 
