@@ -38,6 +38,12 @@ def test_a_rollout_is_one_line_with_the_ratio_in_scientific_form() -> None:
     )
 
 
+def test_the_ratio_shown_is_that_of_rows_replayed_under_their_own_weights_where_there_are_any() -> None:
+    moved = {"ratio": 1.25, "parity/abs_ratio_minus_one_max": 0.0}
+    assert format_rollout(0, 9, moved) == "1/9 |ratio-1| 0.0e+00"
+    assert format_rollout(0, 9, {"ratio": 0.75}) == "1/9 |ratio-1| 2.5e-01"
+
+
 def test_dropped_rows_and_skipped_steps_are_shown_when_there_are_some() -> None:
     line = format_rollout(0, 9, {"reward": 0.5, "rows/dropped": 3, "train/skipped_steps": 1})
     assert line == "1/9 reward 0.500 | dropped rows 3 | skipped steps 1"
@@ -63,7 +69,7 @@ def test_plain_mode_prints_one_line_a_rollout_with_the_time_left() -> None:
 def test_an_evaluation_is_its_own_line_and_no_rollout() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(30, mode="plain", stream=stream)
-    sink.write(0, {"eval/svm": 0.43, "eval/reward": 0.389, "eval/version": 0})
+    sink.write(0, {"eval/digit": 0.389, "eval/svm": 0.43, "eval/reward": 0.389, "eval/version": 0})
     sink.close()
     assert stream.getvalue() == "eval at 0: reward 0.389 svm 0.430 (policy version 0)\n"
 

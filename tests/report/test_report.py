@@ -51,6 +51,7 @@ def run_dir(tmp_path: Path) -> Path:
                 "reward": 0.3 + step / 10,
                 "reward/digit": 0.3 + step / 10,
                 "ratio": 1.0 + step * 1e-9,
+                "parity/abs_ratio_minus_one_max": step * 2e-9,
                 "parity/abs_dlogp_max": step * 2e-9,
                 "clip": 0.1,
                 "clip_max": 0.4,
@@ -97,7 +98,7 @@ def test_the_report_shows_before_and_after_and_the_checks(run_dir: Path) -> None
     text = " ".join(" ".join(Page(write_report(run_dir).read_text()).words).split())
     assert "4 rollouts; the evaluation reward rose from 0.4 to 0.85." in text
     assert "eval/svm 0.43 0.9 +0.47" in text and "eval/diversity 4.9 3.5 -1.4" in text
-    assert "largest |ratio - 1| of a rollout 3.0e-09" in text
+    assert "largest |ratio - 1| of a row replayed under its own weights 6.0e-09" in text
     assert "largest clip fraction 0.4" in text and "rows dropped (failed or non-finite rewards) 6" in text
     assert (
         "generate 2.5 16" in text and "train 0.5 2" in text and "step 3 12" in text

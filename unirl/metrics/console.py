@@ -123,8 +123,9 @@ def format_rollout(step: int, num_rollouts: int, metrics: Mapping[str, Any]) -> 
     parts = [f"{step + 1:{width}d}/{num_rollouts}"]
     if "reward" in values:
         parts.append(f"reward {_number(values['reward'], '.3f')}")
-    if "ratio" in values:
-        parts.append(f"|ratio-1| {ratio_distance(values)}")
+    distance = ratio_distance(values)
+    if distance is not None:
+        parts.append(f"|ratio-1| {distance:.1e}")
     if "clip" in values:
         worst = f" (max {_number(values['clip_max'], '.2f')})" if _differs(values, "clip", "clip_max") else ""
         parts.append(f"clip {_number(values['clip'], '.2f')}{worst}")
@@ -155,18 +156,30 @@ def format_evaluation(step: int, metrics: Mapping[str, Any]) -> str:
     names = [name for name in metrics if name.startswith("eval/") and name != "eval/version"]
     if not names:
         return ""
+    # A scorer that is the whole reward would be shown twice.
+    names = [n for n in names if not _repeats_reward(metrics, n)]
     names.sort(key=lambda name: (name != "eval/reward", name))
     numbers = " ".join(f"{name[5:]} {_number(to_scalar(name, metrics[name]), '.3f')}" for name in names)
     version = f" (policy version {metrics['eval/version']})" if "eval/version" in metrics else ""
     return f"eval at {step}: {numbers}{version}"
 
 
-def ratio_distance(values: Mapping[str, Any]) -> str:
-    """|ratio - 1| of a rollout's mean ratio in scientific form."""
-    ratio = values.get("ratio")
-    if not isinstance(ratio, (int, float)):
-        return str(ratio)
-    return f"{abs(float(ratio) - 1.0):.1e}"
+def ratio_distance(values: Mapping[str, Any]) -> float | None:
+    """|ratio - 1| of a rollout: the largest one of rows replayed under their generating weights; else that of the mean ratio.
+
+    The first measures numerics alone. The mean ratio of several updates, or of rows from older weights, is also away from 1 because
+    the policy has moved.
+    """
+    for name, target in (("parity/abs_ratio_minus_one_max", 0.0), ("ratio", 1.0)):
+        value = values.get(name)
+        if isinstance(value, (int, float)):
+            return abs(value - target)
+    return None
+
+
+def _repeats_reward(metrics: Mapping[str, Any], name: str) -> bool:
+    reward = name.rsplit("/", 1)[0] + "/reward"
+    return name != reward and reward in metrics and metrics[name] == metrics[reward]
 
 
 def _differs(values: Mapping[str, Any], name: str, other: str) -> bool:

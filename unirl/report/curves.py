@@ -7,7 +7,7 @@ Reward, |ratio-1|, clip fraction, gradient norm, phase seconds, staleness.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 # What a float32 ratio near 1 cannot resolve; zeros are drawn here, since a log axis has no zero.
 LOG_FLOOR = 1e-10
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#17becf", "#7f7f7f")
+_DISTANCES = {
+    "parity/abs_ratio_minus_one_max": "|ratio - 1|, own weights, max",
+    "parity/abs_dlogp_max": "|Δ log-prob|, own weights, max",
+    "ratio": "|ratio - 1|, all updates, mean",
+    "async/drift_abs_ratio_minus_one_max": "|ratio - 1|, older weights, max",
+}
+"""Rows replayed under the weights that generated them show numerics alone; the others, how far the policy has moved."""
 
 
 def write_curves(run: RunFiles, path: Path) -> Path:
@@ -50,11 +57,15 @@ def write_curves(run: RunFiles, path: Path) -> Path:
 def _panels(run: RunFiles) -> list[tuple[Callable[[Axes], None], Sequence[str]]]:
     known = [name for name in run.names() if run.series(name)[0]]
     evaluated = [name for name in known if name.startswith("eval/") and name != "eval/version"]
-    in_unit = [name for name in evaluated if _fits_unit_range(run, name)]
-    others = [name for name in evaluated if name not in in_unit]
+    scored = {"reward", *_scorers(run)}
+    in_unit = [n for n in evaluated if n.rsplit("/", 1)[1] in scored and _fits_unit_range(run, n)]
+    in_unit = [name for name in in_unit if not _repeats_reward(run, name)]
+    others = [
+        name for name in evaluated if name.rsplit("/", 1)[1] not in scored or not _fits_unit_range(run, name)
+    ]
     rewards = [name for name in ("reward",) if name in known] + in_unit
     components = [name for name in known if name.startswith("reward/") and not name.endswith("_max")]
-    parity = [name for name in ("ratio", "parity/abs_dlogp_max") if name in known]
+    parity = [name for name in _DISTANCES if name in known]
     clips = [name for name in ("clip", "clip_max") if name in known]
     norms = [name for name in ("gn", "gn_max") if name in known]
     phases = [f"perf/{name}_s" for name in PHASES if f"perf/{name}_s" in known]
@@ -82,20 +93,19 @@ def _draw_lines(axes: Axes, run: RunFiles, names: Sequence[str], title: str) -> 
 
 
 def _draw_parity(axes: Axes, run: RunFiles, names: Sequence[str]) -> None:
-    labels = {"ratio": "|ratio - 1|, mean", "parity/abs_dlogp_max": "|Δ log-prob|, maximum"}
     for index, name in enumerate(names):
         steps, values = run.series(name)
         distances = [abs(value - 1.0) if name == "ratio" else abs(value) for value in values]
         axes.plot(
             steps,
             [max(value, LOG_FLOOR) if math.isfinite(value) else math.nan for value in distances],
-            label=labels[name],
+            label=_DISTANCES[name],
             color=_COLOURS[index],
             marker="o",
             markersize=3,
         )
     axes.set_yscale("log")
-    axes.set_title(f"replay against rollout (0 drawn at {LOG_FLOOR:.0e})")
+    axes.set_title(f"distance of replay from rollout (0 drawn at {LOG_FLOOR:.0e})")
 
 
 def _draw_phases(axes: Axes, run: RunFiles, names: Sequence[str]) -> None:
@@ -125,3 +135,19 @@ def _draw_phases(axes: Axes, run: RunFiles, names: Sequence[str]) -> None:
 def _fits_unit_range(run: RunFiles, name: str) -> bool:
     values = [value for value in run.series(name)[1] if math.isfinite(value)]
     return all(-0.05 <= value <= 1.05 for value in values)
+
+
+def _scorers(run: RunFiles) -> list[str]:
+    """Names of the recipe's scorers, monitors included; the part of an `eval/...` metric after the last slash."""
+    names = []
+    for section in ("reward", "eval"):
+        options = run.config.get(section)
+        entries = options.get("scorers") if isinstance(options, Mapping) else None
+        names += [entry["name"] for entry in entries or () if isinstance(entry, Mapping) and "name" in entry]
+    return names
+
+
+def _repeats_reward(run: RunFiles, name: str) -> bool:
+    """Whether a scorer is the whole reward, so that its curve would lie under the reward's."""
+    reward = name.rsplit("/", 1)[0] + "/reward"
+    return name != reward and run.series(name) == run.series(reward)

@@ -86,8 +86,9 @@ def _before_after(summary: Summary) -> str:
 
 def _checks(summary: Summary) -> str:
     rows = [
-        ("largest |ratio - 1| of a rollout", number(summary.ratio_distance_max)),
-        ("largest |Δ log-prob| between rollout and replay", number(summary.dlogp_max)),
+        ("largest |ratio - 1| of a row replayed under its own weights", number(summary.parity_ratio_max)),
+        ("largest |Δ log-prob| of such a row", number(summary.dlogp_max)),
+        ("largest |mean ratio - 1| of a rollout, all updates", number(summary.mean_ratio_distance_max)),
         ("largest clip fraction", number(summary.clip_max)),
         ("largest staleness, in pushes", number(summary.staleness_max)),
         ("largest policy lag, in optimizer steps", number(summary.policy_lag_max)),

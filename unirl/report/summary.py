@@ -46,7 +46,8 @@ class Summary:
 
     num_rollouts: int
     evaluations: tuple[BeforeAfter, ...]
-    ratio_distance_max: float
+    parity_ratio_max: float
+    mean_ratio_distance_max: float
     dlogp_max: float
     clip_max: float
     staleness_max: float
@@ -64,7 +65,8 @@ def summarise(run: RunFiles) -> Summary:
     return Summary(
         num_rollouts=len(run.series("reward")[0]),
         evaluations=numbers,
-        ratio_distance_max=_largest([abs(value - 1.0) for value in run.series("ratio")[1]]),
+        parity_ratio_max=_largest(run.series("parity/abs_ratio_minus_one_max")[1]),
+        mean_ratio_distance_max=_largest([abs(value - 1.0) for value in run.series("ratio")[1]]),
         dlogp_max=_largest(run.series("parity/abs_dlogp_max")[1]),
         clip_max=_largest(run.series("clip_max")[1] or run.series("clip")[1]),
         staleness_max=_largest(run.series("async/staleness")[1]),
