@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from unirl.ops import library as _library  # noqa: F401 - registers torch.ops.unirl
 from unirl.ops.attention import available_attention_backends, sibling_prefix_attention
 from unirl.ops.digest import layout_digest, tensor_digest
 from unirl.ops.flow import flow_log_prob, flow_step

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -73,12 +74,19 @@ def token_counts(
     else:
         counts = torch.tensor([int(length) for length in lengths], dtype=torch.int64)
     check_shape("lengths", counts, (num_rows,), "[N]")
-    if counts.device.type == "cpu" and num_rows:
+    if is_readable(counts) and num_rows:
         low, high = int(counts.min()), int(counts.max())
         if low < 0 or high > bound:
             wrong = low if low < 0 else high
             raise ValueError(f"lengths holds {wrong}; every row needs between 0 and {bound} tokens")
     return counts.to(device=device, dtype=torch.int64)
+
+
+def is_readable(value: Tensor) -> bool:
+    """Whether values can be read now without waiting for a device: not on an accelerator, not while
+    tracing.
+    """
+    return value.device.type == "cpu" and not torch.compiler.is_compiling() and not is_fake(value)
 
 
 def real_token_mask(lengths: Tensor, sample: Tensor) -> Tensor:

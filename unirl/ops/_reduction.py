@@ -35,3 +35,8 @@ def ordered_sum(values: Tensor) -> Tensor:
     while sums.shape[-1] > 1:
         sums = sums[..., 0::2] + sums[..., 1::2]
     return sums.squeeze(-1)
+
+
+def rounded_sqrt(values: Tensor) -> Tensor:
+    """Square root rounded correctly in float32: torch's own CPU vector code may be off by one bit."""
+    return torch.sqrt(values.to(torch.float64)).to(values.dtype)

@@ -5,8 +5,8 @@ values.
 Construction. The bytes are read as 64-bit words (little endian, the last one filled with zeros), in tiles of
 128 words. Inside a tile each word ``x`` meets one key word ``k`` per lane and adds
 ``(low32(x) + low32(k)) * (high32(x) + high32(k))`` to the lane (the NH function of UMAC, Black, Halevi,
-Krawczyk, Krovetz, Rogaway, CRYPTO 1999), four lanes in all, with the keys of lane ``j`` shifted by ``j`` words
-(Toeplitz). The lanes of a tile are mixed with the tile's index, the mixed values of all tiles are added
+Krawczyk, Krovetz, Rogaway, CRYPTO 1999), four lanes in all, with the keys of lane ``j`` shifted by ``j``
+words (Toeplitz). The lanes of a tile are mixed with the tile's index, the mixed values of all tiles are added
 modulo 2^64, and a header (length for rows; dtype and shape for tensors) is mixed in last. Every sum wraps,
 so that any order of summation, on any device and launch grid, gives the same bits. It guards against
 mistakes, not against an adversary.
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unirl.ops import _arguments as arguments
+from unirl.ops import _backends
 from unirl.ops.noise import _as_signed, _mix64, _shift_right
 
 TILE_WORDS = 128
@@ -41,7 +42,7 @@ def layout_digest(
     Args:
         values: int64 ``[N, F]``, or ``[M]`` with ``offsets``.
         offsets: int64 ``[N + 1]``, rising from 0 to M: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
-        backend: ``None`` (picked by device) or ``"reference"``.
+        backend: ``None`` (picked by device), ``"native"`` or ``"reference"``.
 
     Returns:
         int64 ``[N, 2]`` on the device of ``values``. A row's digest covers its length and its values in
@@ -52,16 +53,13 @@ def layout_digest(
     """
     arguments.check_tensor("values", values)
     arguments.check_dtype("values", values, (torch.int64,))
-    arguments.check_choice("backend", backend, (None, "reference"))
-    if offsets is None:
-        if values.ndim != 2:
-            raise ValueError(f"values has {values.ndim} axes; expected [N, F], or [M] with offsets")
-        return layout_digest_reference(values)
-    if values.ndim != 1:
-        raise ValueError(f"values has {values.ndim} axes; expected [M] when offsets are given")
-    bounds = check_offsets(offsets, values.shape[0])
-    rows = [layout_digest_reference(values[a:b].unsqueeze(0)) for a, b in itertools.pairwise(bounds)]
-    return torch.cat(rows) if rows else values.new_zeros((0, 2))
+    expected = 2 if offsets is None else 1
+    if values.ndim != expected:
+        raise ValueError(f"values has {values.ndim} axes; expected [N, F], or [M] with offsets")
+    bounds = None if offsets is None else torch.tensor(check_offsets(offsets, values.shape[0]))
+    if _backends.pick("digest", values.device, backend) == _backends.REFERENCE:
+        return layout_digest_rows_reference(values, bounds)
+    return torch.ops.unirl.layout_digest(values, bounds)
 
 
 def check_offsets(offsets: Tensor | Sequence[int], num_values: int) -> list[int]:
@@ -85,7 +83,7 @@ def tensor_digest(tensors: Sequence[Tensor], *, backend: str | None = None) -> T
 
     Args:
         tensors: M tensors of one device; strided ones are read through a contiguous copy.
-        backend: ``None`` (picked by device) or ``"reference"``.
+        backend: ``None`` (picked by device), ``"native"`` or ``"reference"``.
 
     Returns:
         int64 ``[M, 2]`` on the tensors' device (the CPU when there are none).
@@ -94,10 +92,11 @@ def tensor_digest(tensors: Sequence[Tensor], *, backend: str | None = None) -> T
     for index, tensor in enumerate(tensors):
         arguments.check_tensor(f"tensors[{index}]", tensor)
         arguments.check_device(f"tensors[{index}]", tensor, tensors[0].device, "tensors[0]")
-    arguments.check_choice("backend", backend, (None, "reference"))
     if not tensors:
         return torch.zeros((0, 2), dtype=torch.int64)
-    return torch.stack([tensor_digest_reference(tensor) for tensor in tensors])
+    if _backends.pick("digest", tensors[0].device, backend) == _backends.REFERENCE:
+        return torch.stack([tensor_digest_reference(tensor) for tensor in tensors])
+    return torch.ops.unirl.tensor_digest(tensors)
 
 
 def tensor_header(tensor: Tensor) -> tuple[int, int]:
@@ -131,6 +130,17 @@ def _mixed_tiles(words: Tensor, tile_index: Tensor) -> tuple[Tensor, Tensor]:
         lanes.append((left * right).sum(1))
     salts = [(tile_index + 1) * _as_signed(salt) for salt in _TILE_SALTS]
     return _mix64(_mix64(lanes[0] + salts[0]) + lanes[2]), _mix64(_mix64(lanes[1] + salts[1]) + lanes[3])
+
+
+def layout_digest_rows_reference(values: Tensor, offsets: Tensor | None) -> Tensor:
+    """The plain PyTorch digest of ``[N, F]``, or of ``[M]`` cut at ``offsets``; int64 ``[N, 2]``."""
+    if offsets is None:
+        return layout_digest_reference(values)
+    bounds = offsets.tolist()
+    rows = [
+        layout_digest_reference(values[low:high].unsqueeze(0)) for low, high in itertools.pairwise(bounds)
+    ]
+    return torch.cat(rows) if rows else values.new_zeros((0, 2))
 
 
 def layout_digest_reference(values: Tensor) -> Tensor:

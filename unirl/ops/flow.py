@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from unirl.ops import _arguments as arguments
+from unirl.ops import _backends
 from unirl.ops._reduction import ordered_sum
 from unirl.ops.noise import (
     STEP_NOISE_STREAM,
@@ -99,7 +100,7 @@ def flow_step(
             ``next``.
         sigma_max: ``[N]``, the second schedule value, used by ``flow`` where sigma is 1; by default
             ``sigma_next``, which it is for a step from the first index to the second.
-        backend: ``None`` (picked by device) or ``"reference"``.
+        backend: ``None`` (picked by device), ``"native"``, ``"triton"`` or ``"reference"``.
 
     Returns:
         ``next`` in ``trajectory_dtype``, and ``log_prob`` float32 (float64 for a float64 sample) ``[N]`` of
@@ -113,10 +114,10 @@ def flow_step(
     keys = row_keys_tensor(row_keys, sample.shape[0], sample.device)
     check_counter("step", step)
     check_counter("stream", stream)
-    arguments.check_choice("backend", backend, (None, "reference"))
-    return flow_step_reference(
-        sample, velocity, rows, rule, check_seed(seed), keys, step, stream, trajectory_dtype
-    )
+    key_words = (check_seed(seed), keys, step, stream, trajectory_dtype)
+    if _backends.pick("flow", sample.device, backend) == _backends.REFERENCE:
+        return flow_step_reference(sample, velocity, rows, rule, *key_words)
+    return torch.ops.unirl.flow_step(sample, velocity, *rows, rule, *key_words)
 
 
 def flow_log_prob(
@@ -157,9 +158,12 @@ def flow_log_prob(
             raise ValueError(
                 f"{name} requires a gradient, but flow_log_prob has one for velocity only; detach it"
             )
-    arguments.check_choice("backend", backend, (None, "reference"))
-    log_prob, mean, scale = flow_log_prob_reference(sample, velocity, next_sample, rows, rule)
-    return (log_prob, mean, scale) if return_mean else log_prob
+    if _backends.pick("flow", sample.device, backend) == _backends.REFERENCE:
+        outputs = flow_log_prob_reference(sample, velocity, next_sample, rows, rule, return_mean)
+    else:
+        outputs = torch.ops.unirl.flow_log_prob(sample, velocity, next_sample, *rows, rule, return_mean)
+    log_prob, mean, scale = outputs
+    return (log_prob, mean, scale.detach()) if return_mean else log_prob
 
 
 def _check_step(
@@ -192,7 +196,7 @@ def _check_step(
         arguments.check_device(name, value, sample.device, "sample")
     values = {name: value.detach().to(torch.float64) for name, value in schedule}
     level = arguments.row_values("eta", eta, num_rows, sample.device)
-    if sample.device.type == "cpu" and num_rows:
+    if arguments.is_readable(sample) and num_rows:
         _check_schedule_values(values, level, rule)
     if rule == "cps":
         level = torch.sin(level * (math.pi / 2))
@@ -262,7 +266,7 @@ def flow_step_reference(
     trajectory_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The plain PyTorch step."""
-    compute = _compute_dtype(sample)
+    compute = compute_dtype(sample)
     coefficients = step_coefficients(rows, rule)
     mean = _mean(sample, velocity, coefficients, rows.lengths)
     noise = keyed_normal_reference(keys, sample.shape, seed, step, stream).to(compute)
@@ -275,16 +279,37 @@ def flow_step_reference(
 
 
 def flow_log_prob_reference(
-    sample: Tensor, velocity: Tensor, next_sample: Tensor, rows: StepArguments, rule: str
+    sample: Tensor, velocity: Tensor, next_sample: Tensor, rows: StepArguments, rule: str, with_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain PyTorch replay: ``(log_prob, mean, scale)``."""
+    """The plain PyTorch replay: ``(log_prob, mean, scale)``; ``mean`` is empty unless asked for."""
     coefficients = step_coefficients(rows, rule)
     mean = _mean(sample, velocity, coefficients, rows.lengths)
     log_prob = _log_prob(next_sample, mean, coefficients, rows.lengths)
-    return log_prob, mean, coefficients.scale.to(mean.dtype)
+    scale = coefficients.scale.to(mean.dtype)
+    return log_prob, mean if with_mean else mean.new_empty(0), scale
 
 
-def _compute_dtype(sample: Tensor) -> torch.dtype:
+def flow_log_prob_backward_reference(
+    grad_log_prob: Tensor,
+    grad_mean: Tensor | None,
+    sample: Tensor,
+    velocity: Tensor,
+    next_sample: Tensor,
+    rows: StepArguments,
+    rule: str,
+) -> Tensor:
+    """The gradient of ``velocity`` in plain PyTorch, for devices without kernels."""
+    with torch.enable_grad():
+        leaf = velocity.detach().requires_grad_()
+        log_prob, mean, _ = flow_log_prob_reference(sample.detach(), leaf, next_sample, rows, rule, True)
+        outputs, upstream = [log_prob], [grad_log_prob]
+        if grad_mean is not None:
+            outputs, upstream = [log_prob, mean], [grad_log_prob, grad_mean]
+        return torch.autograd.grad(outputs, leaf, upstream)[0]
+
+
+def compute_dtype(sample: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic and of the log-probability."""
     return torch.float64 if sample.dtype is torch.float64 else torch.float32
 
 
@@ -294,7 +319,7 @@ def _per_row(values: Tensor, sample: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _mean(sample: Tensor, velocity: Tensor, coefficients: StepCoefficients, lengths: Tensor | None) -> Tensor:
-    compute = _compute_dtype(sample)
+    compute = compute_dtype(sample)
     mean = _per_row(coefficients.x_factor, sample, compute) * sample.to(compute)
     mean = mean + _per_row(coefficients.velocity_factor, sample, compute) * velocity.to(compute)
     return mean if lengths is None else torch.where(arguments.real_token_mask(lengths, sample), mean, 0.0)

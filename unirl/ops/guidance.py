@@ -8,12 +8,14 @@ ui)``, and the factor ``clamp(|v| / (|v'| + 1e-8), renorm_min, 1)``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unirl.ops import _arguments as arguments
-from unirl.ops._reduction import ordered_sum
+from unirl.ops import _backends
+from unirl.ops._reduction import ordered_sum, rounded_sqrt
 
 RENORMS = (None, "global", "channel", "text_channel")
 NORM_EPSILON = 1e-8
@@ -47,7 +49,7 @@ def guided_velocity(
             none.
         renorm_min: lower bound of the factor, 0 to 1.
         lengths: real tokens of each row ``[N]``; the rest is left out of the norms and zero in the result.
-        backend: ``None`` (picked by device) or ``"reference"``.
+        backend: ``None`` (picked by device), ``"native"``, ``"triton"`` or ``"reference"``.
 
     Raises:
         ValueError: shapes, dtypes or devices that differ, an unknown ``renorm``, ``renorm_min`` out of range.
@@ -69,8 +71,10 @@ def guided_velocity(
     text = arguments.row_values("text_scale", text_scale, num_rows, cond.device)
     image = arguments.row_values("image_scale", image_scale, num_rows, cond.device)
     counts = arguments.token_counts(lengths, num_rows, seq, cond.device)
-    arguments.check_choice("backend", backend, (None, "reference"))
-    return guided_velocity_reference(cond, text_uncond, image_uncond, text, image, renorm, renorm_min, counts)
+    inputs = (cond, text_uncond, image_uncond, text, image, counts, renorm, float(renorm_min))
+    if _backends.pick("guided_velocity", cond.device, backend) == _backends.REFERENCE:
+        return guided_velocity_reference(*inputs)
+    return torch.ops.unirl.guided_velocity(*inputs)
 
 
 def guided_velocity_reference(
@@ -79,27 +83,44 @@ def guided_velocity_reference(
     image_uncond: Tensor | None,
     text_scale: Tensor,
     image_scale: Tensor,
+    lengths: Tensor | None,
     renorm: str | None,
     renorm_min: float,
-    lengths: Tensor | None,
 ) -> Tensor:
     """The plain PyTorch guidance; scales are float64 ``[N]``."""
     compute = torch.float64 if cond.dtype is torch.float64 else torch.float32
     mask = None if lengths is None else arguments.real_token_mask(lengths, cond)
     plain = _real(cond.to(compute), mask)
     guided = plain
+    text_scale, image_scale = (scale.to(compute).reshape(-1, 1, 1) for scale in (text_scale, image_scale))
     guided_rows = torch.zeros_like(text_scale, dtype=torch.bool)
     if text_uncond is not None:
         guided = _extrapolate(_real(text_uncond.to(compute), mask), guided, text_scale)
         guided_rows = guided_rows | (text_scale != 1.0)
         if renorm == "text_channel":
-            guided = _renormalised(plain, guided, (text_scale != 1.0), "channel", renorm_min)
+            guided = _renormalised(plain, guided, guided_rows, "channel", renorm_min)
     if image_uncond is not None:
         guided = _extrapolate(_real(image_uncond.to(compute), mask), guided, image_scale)
         guided_rows = guided_rows | (image_scale != 1.0)
     if renorm in ("global", "channel"):
         guided = _renormalised(plain, guided, guided_rows, renorm, renorm_min)
     return guided.to(cond.dtype)
+
+
+def guided_velocity_backward_reference(
+    grad_out: Tensor, cond: Tensor, text_uncond: Tensor | None, image_uncond: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the three branches in plain PyTorch, empty for ``None``; for devices without kernels."""
+    with torch.enable_grad():
+        leaves = [
+            None if branch is None else branch.detach().requires_grad_()
+            for branch in (cond, text_uncond, image_uncond)
+        ]
+        out = guided_velocity_reference(leaves[0], leaves[1], leaves[2], *others)  # type: ignore[arg-type]
+        given = [leaf for leaf in leaves if leaf is not None]
+        grads = iter(torch.autograd.grad(out, given, grad_out))
+    first, second, third = (cond.new_empty(0) if leaf is None else next(grads) for leaf in leaves)
+    return first, second, third
 
 
 def _real(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -112,9 +133,8 @@ def _real(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _extrapolate(base: Tensor, target: Tensor, scale: Tensor) -> Tensor:
-    """``base + scale (target - base)`` a row; ``target`` itself where the scale is 1."""
-    factor = scale.to(target.dtype).reshape(-1, 1, 1)
-    return torch.where(factor == 1.0, target, base + factor * (target - base))
+    """``base + scale (target - base)`` with scale ``[N, 1, 1]``; ``target`` itself where the scale is 1."""
+    return torch.where(scale == 1.0, target, base + scale * (target - base))
 
 
 def _renormalised(plain: Tensor, guided: Tensor, rows: Tensor, kind: str | None, renorm_min: float) -> Tensor:
@@ -123,7 +143,7 @@ def _renormalised(plain: Tensor, guided: Tensor, rows: Tensor, kind: str | None,
     """
     plain_norm, guided_norm = _norm(plain, kind), _norm(guided, kind)
     factor = torch.clamp(plain_norm / (guided_norm + NORM_EPSILON), min=renorm_min, max=1.0)
-    return torch.where(rows.reshape(-1, 1, 1), guided * factor, guided)
+    return torch.where(rows, guided * factor, guided)
 
 
 def _norm(values: Tensor, kind: str | None) -> Tensor:
@@ -136,5 +156,7 @@ def _norm(values: Tensor, kind: str | None) -> Tensor:
     )
     total = total.to(values.dtype)
     return torch.where(
-        total > 0, torch.sqrt(torch.where(total > 0, total, torch.ones_like(total))), torch.zeros_like(total)
+        total > 0,
+        rounded_sqrt(torch.where(total > 0, total, torch.ones_like(total))),
+        torch.zeros_like(total),
     )

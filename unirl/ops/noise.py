@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from unirl.ops import _arguments as arguments
+from unirl.ops import _backends
+from unirl.ops._reduction import rounded_sqrt
 
 INITIAL_NOISE_STREAM = 0
 """Stream of x_T, the default of :func:`keyed_normal`."""
@@ -102,7 +104,7 @@ def keyed_normal(
         dtype: floating dtype of the result; the values are float32 and then rounded to it.
         device: where the result lies; by default where ``row_keys`` lies, or the CPU.
         stream: separates uses of one (seed, row, step): 0 is x_T, 1 the noise inside steps, others are free.
-        backend: ``None`` (picked by device) or ``"reference"``.
+        backend: ``None`` (picked by device), ``"native"``, ``"triton"`` or ``"reference"``.
 
     Raises:
         ValueError: a shape without axes, a wrong number of keys, a step, stream or seed out of range.
@@ -117,8 +119,10 @@ def keyed_normal(
     keys = row_keys_tensor(row_keys, shape[0], torch.device(device))
     check_counter("step", step)
     check_counter("stream", stream)
-    arguments.check_choice("backend", backend, (None, "reference"))
-    return keyed_normal_reference(keys, shape, check_seed(seed), step, stream).to(dtype)
+    key_words = (check_seed(seed), keys, step, stream, dtype)
+    if _backends.pick("keyed_normal", keys.device, backend) == _backends.REFERENCE:
+        return keyed_normal_reference(keys, shape, check_seed(seed), step, stream).to(dtype)
+    return torch.ops.unirl.keyed_normal(shape, *key_words)
 
 
 def keyed_normal_reference(keys: Tensor, shape: Sequence[int], seed: int, step: int, stream: int) -> Tensor:
@@ -176,7 +180,7 @@ def _box_muller(radius_word: Tensor, angle_word: Tensor) -> tuple[Tensor, Tensor
     """Two float32 normals from two 32-bit words: sqrt(-2 ln u) times the sine and cosine of a uniform
     angle.
     """
-    radius = torch.sqrt(-2.0 * _log_of_uniform(radius_word))
+    radius = rounded_sqrt(-2.0 * _log_of_uniform(radius_word))
     quadrant = angle_word >> 30
     # The low 30 bits, centred, are an angle in (-pi/4, pi/4); the top two choose the quadrant.
     centred = ((angle_word & 0x3FFFFFFF) - (1 << 29)).to(torch.float32)

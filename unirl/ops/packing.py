@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.ops import _arguments as arguments
+from unirl.ops import _backends
 
 
 def pad_latents(rows: Sequence[Tensor], pad_to: int | None = None, *, backend: str | None = None) -> Tensor:
@@ -19,15 +20,16 @@ def pad_latents(rows: Sequence[Tensor], pad_to: int | None = None, *, backend: s
     Args:
         rows: at least one tensor ``[K, seq_i, C]``; K, C, dtype and device are common, strides are free.
         pad_to: S; by default the longest row.
-        backend: ``None`` (picked by device) or ``"reference"``.
+        backend: ``None`` (picked by device), ``"native"`` or ``"reference"``.
 
     Raises:
         ValueError: no rows, unequal K, C, dtype or device, or a row longer than ``pad_to``.
     """
     rows = list(rows)
     bound = check_rows(rows, pad_to)
-    arguments.check_choice("backend", backend, (None, "reference"))
-    return pad_latents_reference(rows, bound)
+    if _backends.pick("packing", rows[0].device, backend) == _backends.REFERENCE:
+        return pad_latents_reference(rows, bound)
+    return torch.ops.unirl.pad_latents(rows, bound)
 
 
 def trim_latents(
@@ -40,14 +42,17 @@ def trim_latents(
     Args:
         latents: ``[N, K, S, C]``, strides are free.
         lengths: N host integers from 0 to S. A device tensor is read back, which waits for the device.
-        backend: ``None`` (picked by device) or ``"reference"``.
+        backend: ``None`` (picked by device), ``"native"`` or ``"reference"``.
 
     Raises:
         ValueError: another number of axes or of lengths, a length out of range.
     """
     counts = check_trim(latents, lengths)
-    arguments.check_choice("backend", backend, (None, "reference"))
-    return trim_latents_reference(latents, counts)
+    if not counts:
+        return []
+    if _backends.pick("packing", latents.device, backend) == _backends.REFERENCE:
+        return trim_latents_reference(latents, counts)
+    return torch.ops.unirl.trim_latents(latents, counts)
 
 
 def check_rows(rows: Sequence[Tensor], pad_to: int | None) -> int:

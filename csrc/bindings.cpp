@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// Python's view of the kernels: addresses, sizes, strides and a stream come in as integers. No logic, no torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "cpu/digest.h"
+#include "cpu/flow.h"
+#include "cpu/guidance.h"
+#include "cpu/noise.h"
+#include "cpu/packing.h"
+#ifdef UNIRL_WITH_CUDA
+#include "cuda/digest.h"
+#include "cuda/packing.h"
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+using Address = uintptr_t;
+// (address, dtype, row stride in elements); address 0 means "not given".
+using RowsTuple = std::tuple<Address, int, int64_t>;
+// (address, frame stride, token stride, length), strides in bytes.
+using PackedTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
+// (address, row stride, frame stride, token stride) in bytes.
+using PaddedTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
+// (address, bytes, header 0, header 1).
+using DigestTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
+// Addresses of sigma, sigma_next, sigma_max, noise_level, lengths, and the rule.
+using StepTuple = std::tuple<Address, Address, Address, Address, Address, int>;
+using ShapeTuple = std::tuple<int64_t, int64_t, int64_t>;
+
+template <typename T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+unirl::Rows rows(const RowsTuple& t) {
+  return {pointer<const void>(std::get<0>(t)), static_cast<unirl::Dtype>(std::get<1>(t)), std::get<2>(t)};
+}
+
+unirl::MutableRows mutable_rows(const RowsTuple& t) {
+  return {pointer<void>(std::get<0>(t)), static_cast<unirl::Dtype>(std::get<1>(t)), std::get<2>(t)};
+}
+
+std::vector<unirl::PackedRow> packed_rows(const std::vector<PackedTuple>& tuples) {
+  std::vector<unirl::PackedRow> result;
+  result.reserve(tuples.size());
+  for (const auto& [address, frame, token, length] : tuples) {
+    result.push_back({pointer<char>(address), frame, token, length});
+  }
+  return result;
+}
+
+unirl::PaddedTensor padded_tensor(const PaddedTuple& t) {
+  return {pointer<char>(std::get<0>(t)), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
+}
+
+std::vector<unirl::DigestInput> digest_inputs(const std::vector<DigestTuple>& tuples) {
+  std::vector<unirl::DigestInput> result;
+  result.reserve(tuples.size());
+  for (const auto& [address, bytes, first, second] : tuples) {
+    result.push_back({pointer<const void>(address), bytes,
+                      {static_cast<uint64_t>(first), static_cast<uint64_t>(second)}});
+  }
+  return result;
+}
+
+unirl::StepRows step_rows(const StepTuple& t) {
+  return {pointer<const double>(std::get<0>(t)),  pointer<const double>(std::get<1>(t)),
+          pointer<const double>(std::get<2>(t)),  pointer<const double>(std::get<3>(t)),
+          pointer<const int64_t>(std::get<4>(t)), static_cast<unirl::Rule>(std::get<5>(t))};
+}
+
+unirl::SampleShape sample_shape(const ShapeTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
+
+unirl::GuidanceInputs guidance_inputs(const RowsTuple& cond, const RowsTuple& text, const RowsTuple& image,
+                                      Address text_scale, Address image_scale, Address lengths, int renorm,
+                                      double renorm_min, const ShapeTuple& shape) {
+  return {rows(cond),
+          rows(text),
+          rows(image),
+          pointer<const double>(text_scale),
+          pointer<const double>(image_scale),
+          pointer<const int64_t>(lengths),
+          static_cast<unirl::Renorm>(renorm),
+          renorm_min,
+          std::get<0>(shape),
+          std::get<1>(shape),
+          std::get<2>(shape)};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "C++ and CUDA kernels of unirl.ops; use them through unirl.ops.";
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+
+  m.def(
+      "keyed_normal",
+      [](const RowsTuple& out, int64_t num_rows, int64_t row_size, int64_t seed, Address row_keys, uint32_t step,
+         uint32_t stream, int num_threads) {
+        unirl::keyed_normal(mutable_rows(out), num_rows, row_size, static_cast<uint64_t>(seed),
+                            pointer<const int64_t>(row_keys), step, stream, num_threads);
+      },
+      no_gil);
+
+  m.def(
+      "flow_step",
+      [](bool wide, const RowsTuple& sample, const RowsTuple& velocity, const StepTuple& step_arguments,
+         const ShapeTuple& shape, int64_t seed, Address row_keys, uint32_t step, uint32_t stream,
+         const RowsTuple& next, Address log_prob, int num_threads) {
+        const auto run = [&](auto* target) {
+          unirl::flow_step(rows(sample), rows(velocity), step_rows(step_arguments), sample_shape(shape),
+                           static_cast<uint64_t>(seed), pointer<const int64_t>(row_keys), step, stream,
+                           mutable_rows(next), target, num_threads);
+        };
+        wide ? run(pointer<double>(log_prob)) : run(pointer<float>(log_prob));
+      },
+      no_gil);
+
+  m.def(
+      "flow_log_prob",
+      [](bool wide, const RowsTuple& sample, const RowsTuple& velocity, const RowsTuple& next,
+         const StepTuple& step_arguments, const ShapeTuple& shape, Address log_prob, const RowsTuple& mean,
+         Address scale, int num_threads) {
+        const auto run = [&](auto* target, auto* scales) {
+          unirl::flow_log_prob(rows(sample), rows(velocity), rows(next), step_rows(step_arguments),
+                               sample_shape(shape), target, mutable_rows(mean), scales, num_threads);
+        };
+        wide ? run(pointer<double>(log_prob), pointer<double>(scale))
+             : run(pointer<float>(log_prob), pointer<float>(scale));
+      },
+      no_gil);
+
+  m.def(
+      "flow_log_prob_backward",
+      [](bool wide, Address grad_log_prob, const RowsTuple& grad_mean, const RowsTuple& sample,
+         const RowsTuple& velocity, const RowsTuple& next, const StepTuple& step_arguments, const ShapeTuple& shape,
+         const RowsTuple& grad_velocity, int num_threads) {
+        const auto run = [&](const auto* upstream) {
+          unirl::flow_log_prob_backward(upstream, rows(grad_mean), rows(sample), rows(velocity), rows(next),
+                                        step_rows(step_arguments), sample_shape(shape), mutable_rows(grad_velocity),
+                                        num_threads);
+        };
+        wide ? run(pointer<const double>(grad_log_prob)) : run(pointer<const float>(grad_log_prob));
+      },
+      no_gil);
+
+  m.def(
+      "guided_velocity",
+      [](bool wide, const RowsTuple& cond, const RowsTuple& text, const RowsTuple& image, Address text_scale,
+         Address image_scale, Address lengths, int renorm, double renorm_min, const ShapeTuple& shape,
+         const RowsTuple& out, int num_threads) {
+        const auto inputs =
+            guidance_inputs(cond, text, image, text_scale, image_scale, lengths, renorm, renorm_min, shape);
+        wide ? unirl::guided_velocity<double>(inputs, mutable_rows(out), num_threads)
+             : unirl::guided_velocity<float>(inputs, mutable_rows(out), num_threads);
+      },
+      no_gil);
+
+  m.def(
+      "guided_velocity_backward",
+      [](bool wide, const RowsTuple& grad_out, const RowsTuple& cond, const RowsTuple& text, const RowsTuple& image,
+         Address text_scale, Address image_scale, Address lengths, int renorm, double renorm_min,
+         const ShapeTuple& shape, const RowsTuple& grad_cond, const RowsTuple& grad_text,
+         const RowsTuple& grad_image, int num_threads) {
+        const auto inputs =
+            guidance_inputs(cond, text, image, text_scale, image_scale, lengths, renorm, renorm_min, shape);
+        const auto run = [&](auto function) {
+          function(rows(grad_out), inputs, mutable_rows(grad_cond), mutable_rows(grad_text), mutable_rows(grad_image),
+                   num_threads);
+        };
+        wide ? run(unirl::guided_velocity_backward<double>) : run(unirl::guided_velocity_backward<float>);
+      },
+      no_gil);
+
+  m.def(
+      "pad_latents",
+      [](const std::vector<PackedTuple>& packed, const PaddedTuple& padded, int64_t num_frames, int64_t bound,
+         int64_t token_bytes, int num_threads) {
+        unirl::pad_latents(packed_rows(packed), padded_tensor(padded), num_frames, bound, token_bytes, num_threads);
+      },
+      no_gil);
+
+  m.def(
+      "trim_latents",
+      [](const std::vector<PackedTuple>& packed, const PaddedTuple& padded, int64_t num_frames, int64_t token_bytes,
+         int num_threads) {
+        unirl::trim_latents(packed_rows(packed), padded_tensor(padded), num_frames, token_bytes, num_threads);
+      },
+      no_gil);
+
+  m.def(
+      "layout_digest",
+      [](Address values, int64_t num_rows, int64_t row_size, int64_t stride, Address offsets, Address out,
+         int num_threads) {
+        unirl::layout_digest(pointer<const int64_t>(values), num_rows, row_size, stride,
+                             pointer<const int64_t>(offsets), pointer<int64_t>(out), num_threads);
+      },
+      no_gil);
+
+  m.def(
+      "tensor_digest",
+      [](const std::vector<DigestTuple>& inputs, Address out, int num_threads) {
+        unirl::tensor_digest(digest_inputs(inputs), pointer<int64_t>(out), num_threads);
+      },
+      no_gil);
+
+#ifdef UNIRL_WITH_CUDA
+  m.attr("cuda_architectures") = UNIRL_CUDA_ARCHITECTURES;
+
+  m.def(
+      "cuda_pad_latents",
+      [](const std::vector<PackedTuple>& packed, const PaddedTuple& padded, int64_t num_frames, int64_t bound,
+         int64_t token_bytes, Address stream) {
+        unirl::cuda::pad_latents(packed_rows(packed), padded_tensor(padded), num_frames, bound, token_bytes,
+                                 pointer<void>(stream));
+      },
+      no_gil);
+
+  m.def(
+      "cuda_trim_latents",
+      [](const std::vector<PackedTuple>& packed, const PaddedTuple& padded, int64_t num_frames, int64_t token_bytes,
+         Address stream) {
+        unirl::cuda::trim_latents(packed_rows(packed), padded_tensor(padded), num_frames, token_bytes,
+                                  pointer<void>(stream));
+      },
+      no_gil);
+
+  m.def(
+      "cuda_layout_digest",
+      [](Address values, int64_t num_rows, int64_t row_size, int64_t stride, Address offsets, Address out,
+         Address stream) {
+        unirl::cuda::layout_digest(pointer<const int64_t>(values), num_rows, row_size, stride,
+                                   pointer<const int64_t>(offsets), pointer<int64_t>(out), pointer<void>(stream));
+      },
+      no_gil);
+
+  // table: device copy of [M, 6] int64 rows (address, bytes, header 0, header 1, first tile, tiles).
+  m.def(
+      "cuda_tensor_digest",
+      [](Address table, int64_t num_tensors, int64_t num_tiles, Address sums, Address out, Address stream) {
+        unirl::cuda::tensor_digest(pointer<const unirl::cuda::DigestEntry>(table), num_tensors, num_tiles,
+                                   pointer<uint64_t>(sums), pointer<int64_t>(out), pointer<void>(stream));
+      },
+      no_gil);
+#else
+  m.attr("cuda_architectures") = py::none();
+#endif
+}

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs an operator: the device's own by default, a named one on request, an error when it is
+missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+
+from unirl.ops import _native
+
+REFERENCE = "reference"
+
+# The kernels of each operator by device type; what is missing is replaced by the reference unless asked for
+# by name.
+_KERNELS: dict[str, dict[str, str]] = {
+    "keyed_normal": {"cpu": "native", "cuda": "triton"},
+    "flow": {"cpu": "native", "cuda": "triton"},
+    "guided_velocity": {"cpu": "native", "cuda": "triton"},
+    "packing": {"cpu": "native", "cuda": "native"},
+    "digest": {"cpu": "native", "cuda": "native"},
+}
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported (it is not imported to find out)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def why_unavailable(backend: str, device_type: str) -> str | None:
+    """Return what ``backend`` lacks on a device type, or ``None``."""
+    if backend == "native":
+        return _native.why_missing(device_type)
+    if backend == "triton" and not has_triton():
+        return "Triton is not installed; it comes with torch's GPU builds (pip install triton)"
+    return None
+
+
+def default_backend(operator: str, device_type: str) -> str:
+    """Return the backend that ``backend=None`` means on a device type."""
+    name = _KERNELS[operator].get(device_type, REFERENCE)
+    return REFERENCE if why_unavailable(name, device_type) else name
+
+
+def pick(operator: str, device: torch.device, requested: str | None) -> str:
+    """Return the backend to run, or raise ``ValueError`` that says what is wrong with the requested one."""
+    if requested is None:
+        return default_backend(operator, device.type)
+    name = _KERNELS[operator].get(device.type)
+    if requested not in (REFERENCE, name):
+        allowed = [REFERENCE] if name is None else [name, REFERENCE]
+        choices = ", ".join(repr(choice) for choice in [None, *allowed])
+        raise ValueError(f"backend is {requested!r}; allowed for {operator} on {device.type}: {choices}")
+    if reason := why_unavailable(requested, device.type):
+        raise ValueError(f"backend {requested!r} is not available on {device.type}: {reason}")
+    return requested

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.ops.unirl``: schemas, kernels by device, fake rules and autograd, one module an operator stem."""
+
+from __future__ import annotations
+
+from unirl.ops.library import digest, flow, guidance, noise, packing
+
+__all__ = ["digest", "flow", "guidance", "noise", "packing"]
