@@ -134,6 +134,12 @@ class BagelConfig:
                 f"{self.vit_max_num_patch_per_side**2} positions; vision.num_positions is "
                 f"{vision.num_positions}"
             )
+        if self.batch_invariant and (language.hidden_size % 32 or language.intermediate_size % 32):
+            # Vectorised exponentials treat what is left after the last full 32 values by another routine.
+            raise ValueError(
+                f"batch_invariant needs language.hidden_size {language.hidden_size} and "
+                f"language.intermediate_size {language.intermediate_size} to be multiples of 32"
+            )
         if self.latent.codec not in ("flux", "pixel"):
             raise ValueError(f"latent.codec is {self.latent.codec!r}; allowed: 'flux', 'pixel'")
 
@@ -253,7 +259,7 @@ BAGEL_DIGITS = BagelConfig(
     language=LanguageConfig(
         vocab_size=260,
         hidden_size=64,
-        intermediate_size=176,
+        intermediate_size=160,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,

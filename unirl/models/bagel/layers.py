@@ -15,10 +15,10 @@ _ROW_BLOCK = 8
 class Linear(nn.Linear):
     """``nn.Linear`` that can keep a row's bits independent of how many rows share the call.
 
-    Float32 matrix products on a CPU treat the last one to three rows of a batch by another kernel than the
-    rest, so a row's result may change in its last bit with the batch around it. With ``batch_invariant`` the
-    flattened rows are padded with zeros to a multiple of 8, and every row goes through the same kernel.
-    Inputs whose row count is already a multiple of 8 pay nothing.
+    Float32 products of very few rows go through another kernel than larger ones on a CPU, so a row's result may
+    change in its last bits with the batch around it. With ``batch_invariant`` the flattened rows are padded with
+    zeros to a multiple of 8, and every row goes through the same kernel. Inputs whose row count is already a
+    multiple of 8 pay nothing.
     """
 
     batch_invariant = False
