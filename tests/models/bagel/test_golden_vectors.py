@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -76,7 +78,7 @@ def test_five_euler_steps(golden: Golden, mode: str) -> None:
     contexts = build_contexts(golden.model, [request], ["gen"])
     latents = golden.vectors["in.x_t"][None]
     sigmas = shifted_sigmas(5, 3.0).float()
-    for sigma, following in zip(sigmas[:-1], sigmas[1:], strict=True):
+    for sigma, following in itertools.pairwise(sigmas):
         velocity = golden.model.velocity(
             latents,
             sigma[None],
