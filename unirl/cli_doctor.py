@@ -165,7 +165,7 @@ def _check_extension() -> list[Check]:
     except ImportError as error:
         absent = importlib.util.find_spec("unirl._C") is None
         found = "missing" if absent else f"does not load: {error}"
-        purpose = 'the native CPU operators (backend="cpp"); without them the slower PyTorch ones are used'
+        purpose = 'the native CPU operators (backend="native"); without them the slower PyTorch ones are used'
         return [Check("CPU extension", found, False, needed_for=purpose, fix=REBUILD)]
     architectures = _C.cuda_architectures
     return [
