@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands units out to ranks that ask, each exactly once. Pure: an actor, a simulator or a test drives it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from unirl.schedule.cost import RankCorrection
+from unirl.schedule.deques import CostDeques
+from unirl.schedule.policies import SchedulePolicy
+from unirl.schedule.units import Unit, UnitTable
+
+
+class Assignment(NamedTuple):
+    """Units of one group for one rank to run in one call; `lease`, unique in the rollout, goes to `done`."""
+
+    lease: int
+    rank: int
+    unit_ids: tuple[int, ...]
+    cost: float
+    stolen: bool
+
+
+@dataclass(frozen=True)
+class AdaptivePacking:
+    """How many units of a group one call runs: many at first, single ones at the end.
+
+    A call may cost R / (`guidance` * m), where R is what is still unstarted and m the number of ranks, so
+    calls shrink with the work that is left and the last ones are as small as units are (guided
+    self-scheduling, Polychronopoulos and Kuck, 1987). A call also has a fixed cost h of its own: pieces of
+    size x of a share R / m waste (R / m) h / x on it and x / 2 on waiting at the end, which is least at x =
+    sqrt(2 h R / m); no call is made smaller than that. At most `max_rows` rows, and at least one unit.
+    """
+
+    max_rows: int
+    guidance: float = 1.25
+
+    def target_cost(self, unstarted_cost: float, num_ranks: int, per_call: float) -> float:
+        share = max(unstarted_cost, 0.0) / num_ranks  # a sum of floats may end just below 0
+        return max(share / self.guidance, math.sqrt(2.0 * per_call * share))
+
+
+class Coordinator:
+    """The state of one rollout's schedule.
+
+    A rank pulls an assignment, runs it and reports it done; then it pulls again until `pull` gives None.
+    Nobody is pushed to and nobody waits. A rank that died is reported with `lost`: what it had not delivered
+    is handed to whichever rank asks next, under every policy, and a report that still arrives for it is
+    refused, so the rows of a unit are accepted exactly once. After `lost`, ranks that had already been given
+    None have to ask again.
+    """
+
+    def __init__(
+        self,
+        table: UnitTable,
+        num_ranks: int,
+        policy: SchedulePolicy,
+        *,
+        packing: AdaptivePacking | None = None,
+        correction: RankCorrection | None = None,
+    ) -> None:
+        strangers = sorted({group.owner for group in table.groups} - set(range(num_ranks)))
+        if strangers:
+            raise ValueError(f"groups are owned by ranks {strangers}, and there are {num_ranks} ranks")
+        self.table = table
+        self.policy = policy
+        self.packing = packing
+        self.correction = correction
+        self._num_live = num_ranks
+        self._lost_ranks: set[int] = set()
+        # The queue after the last rank's holds the units of ranks that died.
+        self._orphans = num_ranks
+        self._deques = CostDeques([*policy.place(table.units, num_ranks), []])
+        self._leases: dict[int, Assignment] = {}
+        self._next_lease = 0
+        self._finished: dict[int, list[int]] = {}
+        self._num_done = 0
+        self._num_stolen = 0
+        if correction is not None:
+            for rank in range(num_ranks):
+                self._deques.set_factor(rank, correction.factor(rank))
+
+    # ---- what a rank calls
+
+    def pull(self, rank: int) -> Assignment | None:
+        """The next units for `rank`, now its own to run; None when nothing is unstarted that it may run."""
+        if rank in self._lost_ranks:
+            self._lost_ranks.remove(rank)
+            self._num_live += 1
+        deques = self._deques
+        pick = self.policy.pick(deques, rank)
+        if pick is not None:
+            source, from_back = pick
+        elif deques.queue(self._orphans):
+            source, from_back = self._orphans, False
+        else:
+            return None
+        unit = deques.pop_back(source) if from_back else deques.pop_front(source)
+        unit_ids = (unit.unit_id,) if self.packing is None else self._pack(unit, source, rank, from_back)
+        stolen = source != rank
+        if stolen:
+            self._num_stolen += len(unit_ids)
+        lease = self._next_lease
+        self._next_lease = lease + 1
+        assignment = Assignment(lease, rank, unit_ids, self.table.cost_of(unit_ids), stolen)
+        self._leases[lease] = assignment
+        return assignment
+
+    def done(self, lease: int, seconds: float | None = None) -> bool:
+        """Reports an assignment as finished in `seconds`. False when it was revoked: drop those results."""
+        assignment = self._leases.pop(lease, None)
+        if assignment is None:
+            return False
+        self._finished.setdefault(assignment.rank, []).extend(assignment.unit_ids)
+        self._num_done += len(assignment.unit_ids)
+        if self.correction is not None and seconds is not None:
+            rank = assignment.rank
+            self.correction.update(rank, predicted=assignment.cost, measured=seconds)
+            self._deques.set_factor(rank, self.correction.factor(rank))
+        return True
+
+    def done_and_pull(self, rank: int, lease: int, seconds: float | None) -> tuple[bool, Assignment | None]:
+        """`done` and then `pull`: one round trip a unit for a rank that asks over a network."""
+        return self.done(lease, seconds), self.pull(rank)
+
+    # ---- what the driver calls
+
+    def lost(self, rank: int, *, delivered: Collection[int] = ()) -> tuple[int, ...]:
+        """Says that `rank` died, and returns the ids of the units that are thereby unstarted again.
+
+        Those are what it had queued, what it was running, and what it had reported done but not `delivered`: the rows
+        of those units died with it.
+        """
+        if rank in self._lost_ranks:
+            return ()
+        self._lost_ranks.add(rank)
+        self._num_live -= 1
+        undelivered = [unit_id for unit_id in self._finished.pop(rank, []) if unit_id not in delivered]
+        self._num_done -= len(undelivered)
+        revoked = [lease for lease, assignment in self._leases.items() if assignment.rank == rank]
+        running = [unit_id for lease in revoked for unit_id in self._leases.pop(lease).unit_ids]
+        units = [self.table.units[unit_id] for unit_id in (*undelivered, *running)]
+        units += self._deques.clear(rank)
+        self._deques.put(self._orphans, units)
+        return tuple(sorted(unit.unit_id for unit in units))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every unit is done."""
+        return self._num_done == len(self.table.units)
+
+    @property
+    def num_unstarted(self) -> int:
+        return sum(len(self._deques.queue(rank)) for rank in range(len(self._deques)))
+
+    @property
+    def num_stolen_units(self) -> int:
+        """Units handed to a rank whose queue they were not in, those of lost ranks included."""
+        return self._num_stolen
+
+    # ---- packing
+
+    def _pack(self, unit: Unit, source: int, rank: int, from_back: bool) -> tuple[int, ...]:
+        """Adds neighbours of the same group, from the same end of the same queue, up to the target."""
+        assert self.packing is not None
+        deques, group = self._deques, unit.group
+        per_row, per_call = self.table.per_row[group], self.table.per_call[group]
+        target = self.packing.target_cost(deques.total_queued + unit.cost, max(self._num_live, 1), per_call)
+        if self.correction is not None:
+            target /= self.correction.factor(rank)
+        max_rows = self.packing.max_rows
+        if per_row > 0:
+            max_rows = min(max_rows, int((target - per_call) / per_row + 1e-9))
+        queue = deques.queue(source)
+        unit_ids, num_rows = [unit.unit_id], unit.num_rows
+        end, pop, step = (-1, deques.pop_back, -1) if from_back else (0, deques.pop_front, 1)
+        while queue:
+            other = queue[end]
+            if (
+                other.group != group
+                or other.unit_id != unit_ids[-1] + step
+                or num_rows + other.num_rows > max_rows
+            ):
+                break
+            pop(source)
+            unit_ids.append(other.unit_id)
+            num_rows += other.num_rows
+        return tuple(unit_ids if step > 0 else reversed(unit_ids))
