@@ -168,22 +168,22 @@ def test_reap_first_always_reaps_an_idle_rollout_slab(plan: Plan) -> None:
 
 
 def plain_plan(**changes: object) -> Plan:
-    values: dict = dict(
-        groups_per_step=4,
-        num_rollouts=8,
-        max_inflight=1,
-        weight_sync_interval=4,
-        buffer_max_staleness=2,
-        buffer_order="oldest",
-        reap_before_launch=False,
-        deterministic=False,
-        group_counts=(4,),
-        num_lanes=1,
-        failure_rate=0.0,
-        extra_pushes=0.0,
-        train_s=6.0,
-        seed=0,
-    )
+    values: dict = {
+        "groups_per_step": 4,
+        "num_rollouts": 8,
+        "max_inflight": 1,
+        "weight_sync_interval": 4,
+        "buffer_max_staleness": 2,
+        "buffer_order": "oldest",
+        "reap_before_launch": False,
+        "deterministic": False,
+        "group_counts": (4,),
+        "num_lanes": 1,
+        "failure_rate": 0.0,
+        "extra_pushes": 0.0,
+        "train_s": 6.0,
+        "seed": 0,
+    }
     return Plan(**(values | changes))
 
 
@@ -325,7 +325,7 @@ def test_a_failed_launch_loses_no_prompt() -> None:
 @given(plans(deterministic=True, failure_rate=0.0, extra_pushes=0.0), st.data())
 def test_a_resumed_run_equals_an_uninterrupted_one(plan: Plan, data: st.DataObject) -> None:
     """At any step boundary, drained or not, and with another clock after the restart."""
-    whole, _, whole_slab = plan.run()
+    whole, _, _whole_slab = plan.run()
     stop_at = data.draw(st.integers(0, plan.num_rollouts), label="stop_at")
     scheduler, slab = plan.build()
     run = train(scheduler, slab, rollouts=range(stop_at), train_s=plan.train_s)
@@ -341,7 +341,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(plan: Plan, data: st.DataObje
 
 
 def test_a_resumed_run_issues_interrupted_work_once() -> None:
-    scheduler, slab = plain_plan(reap_before_launch=True).build()
+    scheduler, _slab = plain_plan(reap_before_launch=True).build()
     scheduler.next_step(0)
     counts, groups = scheduler.state_dict()
     assert scheduler.stats.num_inflight_generations == 1
@@ -402,7 +402,7 @@ def test_deterministic_schedule_ignores_clocks(plan: Plan) -> None:
 
 def test_freshest_takes_the_latest_generation_first_and_oldest_the_earliest() -> None:
     def second_step(order: str) -> list[str]:
-        scheduler, slab = plain_plan(max_inflight=3, buffer_order=order).build()
+        scheduler, _slab = plain_plan(max_inflight=3, buffer_order=order).build()
         scheduler.next_step(0)
         scheduler.drain()
         return [group.group_id for group in scheduler.next_step(1)]

@@ -391,7 +391,7 @@ def drained_at_exit(scheduler: AsyncRolloutScheduler) -> Iterator[AsyncRolloutSc
     except BaseException as error:
         try:
             scheduler.drain(relaunch_interrupted=False)
-        except Exception as drain_error:  # noqa: BLE001 - it must not hide what went wrong first
+        except Exception as drain_error:  # it must not hide what went wrong first
             error.add_note(
                 f"draining what was in flight failed too: {type(drain_error).__name__}: {drain_error}"
             )

@@ -5,6 +5,7 @@ actors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 from unirl.rollout.buffer import RolloutGroup
@@ -75,4 +76,4 @@ def contiguous_shares(num_items: int, num_shares: int) -> list[tuple[int, int]]:
     """[start, stop) of each share, in order; sizes differ by at most one, larger ones first."""
     size, extra = divmod(num_items, num_shares)
     bounds = [index * size + min(index, extra) for index in range(num_shares + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
