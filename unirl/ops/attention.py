@@ -18,7 +18,10 @@ from unirl.ops import _arguments as arguments
 
 
 class AttentionArguments(NamedTuple):
-    """Checked arguments of one call; ``prefix_lengths`` is int64 ``[G]`` or ``None``."""
+    """Checked arguments of one call; ``prefix_lengths`` is int64 ``[G]`` or ``None``.
+
+    Without ``need_lse`` a backend may return an empty tensor in the place of the log-sum-exp.
+    """
 
     query: Tensor
     key: Tensor
@@ -27,6 +30,7 @@ class AttentionArguments(NamedTuple):
     prefix_value: Tensor
     prefix_lengths: Tensor | None
     scale: float
+    need_lse: bool = True
 
 
 def sibling_prefix_attention(
@@ -61,6 +65,7 @@ def sibling_prefix_attention(
         ValueError: shapes, dtypes or devices that do not fit, or a backend that is not available and why.
     """
     checked = _check(query, key, value, prefix_key, prefix_value, prefix_lengths, scale)
+    checked = checked._replace(need_lse=return_lse)
     out, lse = _BACKENDS[_pick_backend(checked, backend)](checked)
     return (out, lse) if return_lse else out
 
@@ -143,7 +148,7 @@ def sibling_prefix_attention_reference(checked: AttentionArguments) -> tuple[Ten
     """The plain PyTorch attention: joint softmax over copied prefix and own keys, float32 (float64 for
     float64).
     """
-    query, _, _, prefix_key, _, lengths, _ = checked
+    query, prefix_key, lengths = checked.query, checked.prefix_key, checked.prefix_lengths
     if lengths is None or prefix_key.shape[2] == 0 or query.shape[0] == 0:
         return _joint_softmax(checked, None)
     if query.device.type != "cpu":
@@ -151,34 +156,36 @@ def sibling_prefix_attention_reference(checked: AttentionArguments) -> tuple[Ten
     counts = lengths.tolist()
     if len(set(counts)) == 1:
         return _joint_softmax(_group_slice(checked, slice(None), slice(None), counts[0]), None)
-    # One call a group: with a mask, a short prefix would see another summation order beside a long one.
+    # One call a length: with a mask, a short prefix would see another summation order beside a long one.
     siblings = query.shape[0] // len(counts)
-    parts = [
-        _joint_softmax(
-            _group_slice(
-                checked, slice(group * siblings, (group + 1) * siblings), slice(group, group + 1), count
-            ),
-            None,
-        )
-        for group, count in enumerate(counts)
-    ]
-    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    outs, lses, order = [], [], []
+    for count in sorted(set(counts)):
+        groups = torch.tensor([group for group, other in enumerate(counts) if other == count])
+        rows = (groups.unsqueeze(1) * siblings + torch.arange(siblings)).flatten()
+        out, lse = _joint_softmax(_group_slice(checked, rows, groups, count), None)
+        outs.append(out)
+        lses.append(lse)
+        order.append(rows)
+    inverse = torch.argsort(torch.cat(order))
+    lse = torch.cat(lses)
+    return torch.cat(outs)[inverse], lse[inverse] if checked.need_lse else lse
 
 
-def _group_slice(checked: AttentionArguments, rows: slice, groups: slice, count: int) -> AttentionArguments:
-    return AttentionArguments(
-        checked.query[rows],
-        checked.key[rows],
-        checked.value[rows],
-        checked.prefix_key[groups, :, :count],
-        checked.prefix_value[groups, :, :count],
-        None,
-        checked.scale,
+def _group_slice(
+    checked: AttentionArguments, rows: slice | Tensor, groups: slice | Tensor, count: int
+) -> AttentionArguments:
+    return checked._replace(
+        query=checked.query[rows],
+        key=checked.key[rows],
+        value=checked.value[rows],
+        prefix_key=checked.prefix_key[groups][:, :, :count],
+        prefix_value=checked.prefix_value[groups][:, :, :count],
+        prefix_lengths=None,
     )
 
 
 def _joint_softmax(checked: AttentionArguments, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    query, key, value, prefix_key, prefix_value, _, scale = checked
+    query, key, value, prefix_key, prefix_value, _, scale, need_lse = checked
     num_rows, query_heads, length, head_size = query.shape
     groups, key_heads, prefix_length, _ = prefix_key.shape
     compute = torch.float64 if query.dtype is torch.float64 else torch.float32
@@ -195,9 +202,9 @@ def _joint_softmax(checked: AttentionArguments, lengths: Tensor | None) -> tuple
         rows_a_group = logits.shape[0] // groups
         logits = logits.masked_fill(hidden.repeat_interleave(rows_a_group, 0).unsqueeze(1), -torch.inf)
     out = torch.bmm(torch.softmax(logits, dim=-1), values)
-    lse = torch.logsumexp(logits.detach(), dim=-1)
     shape = (num_rows, query_heads, length)
-    return out.reshape(*shape, head_size).to(query.dtype), lse.reshape(shape)
+    lse = torch.logsumexp(logits.detach(), dim=-1).reshape(shape) if need_lse else out.new_empty(0)
+    return out.reshape(*shape, head_size).to(query.dtype), lse
 
 
 def _with_prefix(prefix: Tensor, own: Tensor) -> Tensor:
