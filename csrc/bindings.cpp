@@ -239,11 +239,11 @@ PYBIND11_MODULE(_C, m) {
       },
       no_gil);
 
-  // table: device copy of [M, 6] int64 rows (address, bytes, header 0, header 1, first tile, tiles).
+  // table: device copy of [M, 6] int64 rows, see cuda/digest.h; sums: 2 M + 1 zeroed words.
   m.def(
       "cuda_tensor_digest",
-      [](Address table, int64_t num_tensors, int64_t num_tiles, Address sums, Address out, Address stream) {
-        unirl::cuda::tensor_digest(pointer<const unirl::cuda::DigestEntry>(table), num_tensors, num_tiles,
+      [](Address table, int64_t num_tensors, int64_t num_batches, Address sums, Address out, Address stream) {
+        unirl::cuda::tensor_digest(pointer<const unirl::cuda::DigestEntry>(table), num_tensors, num_batches,
                                    pointer<uint64_t>(sums), pointer<int64_t>(out), pointer<void>(stream));
       },
       no_gil);

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-extension: ModuleType | None
-_import_error = ""
 try:
-    from unirl import _C as extension  # noqa: N811
+    extension: ModuleType | None = importlib.import_module("unirl._C")
+    _import_error = ""
 except ImportError as error:
-    extension = None
-    _import_error = str(error)
+    extension, _import_error = None, str(error)
 
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 RowsArgument = tuple[int, int, int]

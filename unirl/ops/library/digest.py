@@ -17,6 +17,8 @@ from unirl.ops.digest import (
     tensor_header,
 )
 
+_BATCH_BYTES = 4 * 8 * TILE_WORDS
+"""Bytes that a warp of the CUDA kernel takes at a time: four tiles."""
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define("unirl::layout_digest", "(Tensor values, Tensor? offsets) -> Tensor", tags=_TAGS)
@@ -95,21 +97,22 @@ def _tensor_digest_cuda(tensors: Sequence[Tensor]) -> Tensor:
     if default_backend("digest", "cuda") == REFERENCE:
         return torch.stack([tensor_digest_reference(tensor) for tensor in tensors])
     whole = [tensor.contiguous() for tensor in tensors]
-    table, num_tiles = [], 0
+    table, num_batches = [], 0
     for tensor in whole:
         num_bytes = tensor.numel() * tensor.element_size()
-        tiles = -(-num_bytes // (8 * TILE_WORDS))
-        table.append((tensor.data_ptr(), num_bytes, *tensor_header(tensor), num_tiles, tiles))
-        num_tiles += tiles
+        batches = -(-num_bytes // _BATCH_BYTES)
+        table.append((tensor.data_ptr(), num_bytes, *tensor_header(tensor), num_batches, batches))
+        num_batches += batches
     device = whole[0].device
     entries = torch.tensor(table, dtype=torch.int64).to(device)
-    sums = torch.zeros((len(whole), 2), dtype=torch.int64, device=device)
+    # The word behind the sums counts finished blocks.
+    sums = torch.zeros(2 * len(whole) + 1, dtype=torch.int64, device=device)
     out = torch.empty((len(whole), 2), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         _native.kernels().cuda_tensor_digest(
             entries.data_ptr(),
             len(whole),
-            num_tiles,
+            num_batches,
             sums.data_ptr(),
             out.data_ptr(),
             torch.cuda.current_stream().cuda_stream,

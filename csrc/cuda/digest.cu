@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "digest.h"
+
+#include <algorithm>
+
+#include "check.h"
+#include "cpu/digest.h"
+
+namespace unirl::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+__device__ uint64_t mix(uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ull;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBull;
+  return value ^ (value >> 31);
+}
+
+// Device code sees constants, but not constant arrays, of the host.
+__device__ uint64_t tile_salt(int lane) {
+  constexpr uint64_t first = kTileSalts[0], second = kTileSalts[1];
+  return lane == 0 ? first : second;
+}
+
+__device__ uint64_t length_salt(int lane) {
+  constexpr uint64_t first = kLengthSalts[0], second = kLengthSalts[1];
+  return lane == 0 ? first : second;
+}
+
+__device__ uint64_t key_at(int index) { return mix(static_cast<uint64_t>(index + 1) * kGolden); }
+
+__device__ uint64_t product(uint64_t word, uint64_t key) {
+  const uint32_t low = static_cast<uint32_t>(word) + static_cast<uint32_t>(key);
+  const uint32_t high = static_cast<uint32_t>(word >> 32) + static_cast<uint32_t>(key >> 32);
+  return static_cast<uint64_t>(low) * high;
+}
+
+__device__ uint64_t warp_sum(uint64_t value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+// ---- rows of integers: a warp a row -------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kThreads)
+    digest_rows(const int64_t* values, int64_t num_rows, int64_t row_size, int64_t stride, const int64_t* offsets,
+                int64_t* out) {
+  __shared__ uint64_t keys[kNumKeys];
+  for (int i = threadIdx.x; i < kNumKeys; i += kThreads) keys[i] = key_at(i);
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  for (int64_t row = first_row; row < num_rows; row += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const int64_t start = offsets ? offsets[row] : row * stride;
+    const int64_t count = offsets ? offsets[row + 1] - start : row_size;
+    uint64_t sums[2] = {0, 0};
+    for (int64_t tile = 0; tile * kTileWords < count; ++tile) {
+      const int64_t words = min(kTileWords, count - tile * kTileWords);
+      uint64_t lanes[kDigestLanes] = {};
+      for (int64_t i = lane; i < words; i += 32) {
+        const uint64_t word = static_cast<uint64_t>(values[start + tile * kTileWords + i]);
+#pragma unroll
+        for (int j = 0; j < kDigestLanes; ++j) lanes[j] += product(word, keys[i + j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kDigestLanes; ++j) lanes[j] = warp_sum(lanes[j]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        sums[j] += mix(mix(lanes[j] + tile_salt(j) * static_cast<uint64_t>(tile + 1)) + lanes[j + 2]);
+      }
+    }
+    if (lane < 2) {
+      const uint64_t header = mix(static_cast<uint64_t>(count + 1) * length_salt(lane));
+      out[2 * row + lane] = static_cast<int64_t>(mix(sums[lane] + header));
+    }
+  }
+}
+
+// ---- tensors: a warp takes four tiles at a time -------------------------------------------------------------------
+
+// Word `index` of a tensor, whatever its alignment; bytes past the end are zero.
+__device__ uint64_t careful_word(const char* data, int64_t num_bytes, int64_t index) {
+  uint64_t word = 0;
+  const int64_t first = 8 * index;
+  for (int i = 0; i < 8 && first + i < num_bytes; ++i) {
+    word |= static_cast<uint64_t>(static_cast<unsigned char>(data[first + i])) << (8 * i);
+  }
+  return word;
+}
+
+// Halves the number of values a lane holds: lanes whose bit `mask` is set keep the upper half, the others the lower.
+template <int kCount>
+__device__ void exchange(uint64_t* values, int lane, int mask) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const uint64_t lower = values[i], upper = values[i + kCount / 2];
+    const bool keep_upper = (lane & mask) != 0;
+    const uint64_t received = __shfl_xor_sync(kAllLanes, keep_upper ? lower : upper, mask);
+    values[i] = (keep_upper ? upper : lower) + received;
+  }
+}
+
+struct LaneKeys {
+  uint64_t left[kDigestLanes + 1];   // of words 2 lane, 2 lane + 1
+  uint64_t right[kDigestLanes + 1];  // of words 64 + 2 lane, 65 + 2 lane
+};
+
+// Adds this lane's four words of each tile of a batch to values[tile * 4 + digest lane].
+__device__ void hash_batch(const char* data, int64_t num_bytes, int64_t first_tile, int lane, const LaneKeys& keys,
+                           uint64_t* values) {
+  const int64_t batch_bytes = 8 * kTileWords * kTilesPerBatch;
+  const int64_t start = 8 * kTileWords * first_tile;
+  uint64_t words[kTilesPerBatch][4];
+  int64_t present = kTileWords * kTilesPerBatch;
+  if (start + batch_bytes <= num_bytes && reinterpret_cast<uint64_t>(data) % 16 == 0) {
+#pragma unroll
+    for (int tile = 0; tile < kTilesPerBatch; ++tile) {
+      const auto* pairs = reinterpret_cast<const ulonglong2*>(data + start + 8 * kTileWords * tile);
+      const ulonglong2 left = __ldcs(pairs + lane), right = __ldcs(pairs + 32 + lane);
+      words[tile][0] = left.x;
+      words[tile][1] = left.y;
+      words[tile][2] = right.x;
+      words[tile][3] = right.y;
+    }
+  } else {
+    const int64_t first_word = kTileWords * first_tile;
+    present = (num_bytes + 7) / 8 - first_word;
+#pragma unroll
+    for (int tile = 0; tile < kTilesPerBatch; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int64_t index = kTileWords * tile + 64 * (i / 2) + 2 * lane + i % 2;
+        words[tile][i] = index < present ? careful_word(data, num_bytes, first_word + index) : 0;
+      }
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < kTilesPerBatch; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t* key = i < 2 ? keys.left : keys.right;
+      // A word past the end adds nothing, unlike a word of zeros.
+      const bool real = kTileWords * tile + 64 * (i / 2) + 2 * lane + i % 2 < present;
+#pragma unroll
+      for (int j = 0; j < kDigestLanes; ++j) {
+        const uint64_t term = product(words[tile][i], key[i % 2 + j]);
+        values[tile * kDigestLanes + j] += real ? term : 0;
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    digest_tensors(const DigestEntry* table, int64_t num_tensors, int64_t num_batches, uint64_t* sums, int64_t* out) {
+  const int lane = threadIdx.x % 32;
+  LaneKeys keys;
+#pragma unroll
+  for (int i = 0; i <= kDigestLanes; ++i) {
+    keys.left[i] = key_at(2 * lane + i);
+    keys.right[i] = key_at(64 + 2 * lane + i);
+  }
+  // A block takes a contiguous range of batches, its warps take turns in it.
+  const int64_t begin = num_batches * blockIdx.x / gridDim.x;
+  const int64_t end = num_batches * (blockIdx.x + 1) / gridDim.x;
+  int64_t current = -1;
+  DigestEntry entry{};
+  uint64_t total = 0;  // this lane's mixed sums: of digest word `lane_word` of the current tensor
+  // After the exchanges lane l holds the sum of (tile, digest lane) = (value / 4, value % 4), value = l / 2.
+  const int value = lane / 2;
+  const int tile_of_lane = value / kDigestLanes, lane_word = value % kDigestLanes;
+  const auto flush = [&] {
+    if (current < 0) return;
+    uint64_t first = lane % 2 == 0 && lane_word == 0 ? total : 0;
+    uint64_t second = lane % 2 == 0 && lane_word == 1 ? total : 0;
+    first = warp_sum(first);
+    second = warp_sum(second);
+    if (lane == 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(sums + 2 * current), first);
+      atomicAdd(reinterpret_cast<unsigned long long*>(sums + 2 * current + 1), second);
+    }
+    total = 0;
+  };
+  for (int64_t batch = begin + threadIdx.x / 32; batch < end; batch += kWarps) {
+    if (current < 0 || batch >= entry.first_batch + entry.num_batches) {
+      flush();
+      // The last tensor whose first batch is not after this one (empty tensors have no batches).
+      int64_t low = 0, high = num_tensors - 1;
+      while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (table[middle].first_batch <= batch) low = middle; else high = middle - 1;
+      }
+      current = low;
+      entry = table[low];
+    }
+    const int64_t first_tile = (batch - entry.first_batch) * kTilesPerBatch;
+    uint64_t values[kTilesPerBatch * kDigestLanes] = {};
+    hash_batch(reinterpret_cast<const char*>(entry.address), entry.num_bytes, first_tile, lane, keys, values);
+    exchange<16>(values, lane, 16);
+    exchange<8>(values, lane, 8);
+    exchange<4>(values, lane, 4);
+    exchange<2>(values, lane, 2);
+    const uint64_t sum = values[0] + __shfl_xor_sync(kAllLanes, values[0], 1);
+    // Digest lanes 2 and 3 of a tile are four lanes further on.
+    const uint64_t partner = __shfl_down_sync(kAllLanes, sum, 4);
+    const int64_t tile = first_tile + tile_of_lane;
+    if (lane_word < 2 && 8 * kTileWords * tile < entry.num_bytes) {
+      total += mix(mix(sum + tile_salt(lane_word) * static_cast<uint64_t>(tile + 1)) + partner);
+    }
+  }
+  flush();
+  // The last block to finish mixes the headers in.
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    auto* finished = reinterpret_cast<unsigned long long*>(sums + 2 * num_tensors);
+    last = atomicAdd(finished, 1ull) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int64_t i = threadIdx.x; i < 2 * num_tensors; i += kThreads) {
+    const uint64_t sum = __ldcg(reinterpret_cast<const unsigned long long*>(sums) + i);
+    out[i] = static_cast<int64_t>(mix(sum + table[i / 2].header[i % 2]));
+  }
+}
+
+}  // namespace
+
+void layout_digest(const int64_t* values, int64_t num_rows, int64_t row_size, int64_t stride, const int64_t* offsets,
+                   int64_t* out, void* stream) {
+  if (num_rows == 0) return;
+  const int64_t blocks = std::min<int64_t>((num_rows + kWarps - 1) / kWarps, 32LL * multiprocessors());
+  digest_rows<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      values, num_rows, row_size, stride, offsets, out);
+  check(cudaGetLastError(), "layout_digest");
+}
+
+void tensor_digest(const DigestEntry* table, int64_t num_tensors, int64_t num_batches, uint64_t* sums, int64_t* out,
+                   void* stream) {
+  const int64_t useful = std::max<int64_t>(1, (num_batches + kWarps - 1) / kWarps);
+  const int64_t blocks = std::min<int64_t>(useful, 16LL * multiprocessors());
+  digest_tensors<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      table, num_tensors, num_batches, sums, out);
+  check(cudaGetLastError(), "tensor_digest");
+}
+
+}  // namespace unirl::cuda
