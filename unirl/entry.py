@@ -7,7 +7,6 @@ message; 130 interrupted.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,22 +32,28 @@ def recipes_folder() -> Path:
 
 
 def main(trainer_class: Callable[[RunConfig], DiffusionTrainer]) -> None:
-    """Parses the command line by Hydra and runs the recipe."""
+    """Parses the command line by Hydra and runs the recipe; ends the process with the exit code."""
+    recipes: list[Any] = []
+
+    @hydra.main(version_base="1.3", config_path=str(recipes_folder()))
+    def read(recipe: DictConfig) -> None:
+        recipes.append(OmegaConf.to_container(recipe, resolve=True))
+
+    # Any key of the schema may be set, whether or not the recipe mentions it; the parser knows which ones exist.
+    asked = [
+        "++" + a if "=" in a and a[0].isalpha() and not a.startswith("hydra") else a for a in sys.argv[1:]
+    ]
     # Hydra would make a folder and log files of its own; the run directory is ours.
-    quiet = [
+    sys.argv[1:] = [
+        *asked,
         "hydra.run.dir=.",
         "hydra.output_subdir=null",
         "hydra/job_logging=disabled",
         "hydra/hydra_logging=disabled",
     ]
-    sys.argv[1:] = [*sys.argv[1:], *quiet]
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-
-    @hydra.main(version_base="1.3", config_path=str(recipes_folder()))
-    def run(recipe: DictConfig) -> None:
-        sys.exit(run_recipe(OmegaConf.to_container(recipe, resolve=True), trainer_class))
-
-    run()
+    read()
+    # Run outside Hydra, which would shorten tracebacks. With --cfg there is nothing to run.
+    sys.exit(run_recipe(recipes[0], trainer_class) if recipes else 0)
 
 
 def run_recipe(recipe: Any, trainer_class: Callable[[RunConfig], DiffusionTrainer]) -> int:

@@ -54,7 +54,12 @@ def model_limits(config: RunConfig) -> ModelLimits:
     weights_folder(config)
     dimensions = model_config(config)
     language = dimensions.language
-    attention = 2 * language.hidden_size * (language.num_attention_heads + language.num_key_value_heads) * language.head_dim
+    attention = (
+        2
+        * language.hidden_size
+        * (language.num_attention_heads + language.num_key_value_heads)
+        * language.head_dim
+    )
     per_layer = attention + 3 * language.hidden_size * language.intermediate_size
     return ModelLimits(
         pixel_stride=dimensions.pixel_stride,
@@ -69,7 +74,9 @@ def build_model(config: RunConfig, *, rollout_only: bool = False) -> tuple[Bagel
     """The model with its adapter or trainable weights, on this process's device, and its stage."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
-    stage = BagelStage.from_pretrained(weights_folder(config), model_config(config), device=device, dtype=dtype)
+    stage = BagelStage.from_pretrained(
+        weights_folder(config), model_config(config), device=device, dtype=dtype
+    )
     prepare(stage.model, config.model, seed=config.seed)
     if rollout_only:
         stage.model.requires_grad_(False)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirl.config import RunConfig
@@ -12,6 +12,8 @@ from unirl.protocols import Collective, WeightPush
 from unirl.reward import build_scorers
 from unirl.reward.stack import RewardStack
 from unirl.rollout.engine.trainside import TrainsideEngine
+from unirl.train.checkpoint import load_checkpoint, save_checkpoint
+from unirl.train.checkpoint_rows import columns_from_tensors, columns_to_tensors
 from unirl.train.plan import RankPlan
 from unirl.train.stack import TrainResult, TrainStack
 from unirl.train.weights import apply_push
@@ -29,6 +31,28 @@ class TrainSide:
         if len(rows):
             rows = rows.replace(segment=rows.segment.resolve(stored))
         return self.stack.train(rows, plan)
+
+    def save(
+        self, root: str, number: int, trainer: Any, buffered: Sequence[Sample], score: float | None
+    ) -> None:
+        """Writes checkpoint `number`: this rank's state (equal on all), the trainer's counts, and groups not trained yet."""
+        state = self.stack.state_dict()
+        rows, description = columns_to_tensors(list(buffered), "buffer")
+        save_checkpoint(
+            root,
+            number,
+            {**state["tensors"], "buffer": rows},
+            {"train": state["counts"], "trainer": trainer, "buffer": description},
+            score=score,
+        )
+
+    def restore(self, path: str) -> tuple[Any, list[Sample]]:
+        """Takes up a checkpoint; returns the trainer's counts and the groups that `save` was given."""
+        checkpoint = load_checkpoint(path)
+        sections = dict(checkpoint.sections)
+        buffered = columns_from_tensors(checkpoint.state["buffer"], sections.pop("buffer", {}))
+        self.stack.load_state_dict({"tensors": sections, "counts": checkpoint.state["train"]})
+        return checkpoint.state["trainer"], buffered
 
 
 class RolloutSide:
@@ -63,5 +87,3 @@ class RolloutSide:
     def load(self, push: WeightPush) -> tuple[int, int]:
         """Installs a push; returns the digest of the live parameters."""
         return self.engine.load(push)
-
-

@@ -6,18 +6,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from unirl.config import RunConfig
 from unirl.distributed.cluster import Devices
+from unirl.distributed.payload import pack_segment
 from unirl.distributed.placement import Slabs
 from unirl.distributed.workers import Worker
 from unirl.protocols import WeightPush
 from unirl.rollout.async_runtime import RayGenerationDispatcher
 from unirl.rollout.dispatch import contiguous_shares
 from unirl.train.plan import Plan
+from unirl.train.stack import TrainResult
 from unirl.types import Part, Sample, SegmentRef
 
 
@@ -48,7 +51,7 @@ class TrainSlab:
     def __init__(self, actors: Sequence[Any]) -> None:
         self.actors = list(actors)
 
-    def train(self, rows: Part, plan: Plan) -> list[dict[str, Any]]:
+    def train(self, rows: Part, plan: Plan) -> list[TrainResult]:
         """One training step. `plan` says which rows each rank replays, and in which micro-batches."""
         refs = []
         for rank, actor in enumerate(self.actors):
@@ -71,12 +74,28 @@ class TrainSlab:
         """Exchanges live and averaged weights in place; a second call undoes the first, bit for bit."""
         ray.get([a.swap_average.remote() for a in self.actors])
 
-    def save_state(self) -> Any:
-        return ray.get(self.actors[0].save_state.remote())
+    def save(
+        self, root: Path, number: int, trainer: Any, buffered: Sequence[Group], *, score: float | None = None
+    ) -> None:
+        """Writes a checkpoint from rank 0: weights and optimizer, the trainer's counts, groups that are not trained yet."""
+        objects = list(dict.fromkeys(h for g in buffered for h in g.sample.frontier.segment.objects()))
+        lights = []
+        for group in buffered:
+            rows = group.sample.frontier
+            named = rows.replace(segment=_renamed(rows.segment, objects), media=None)
+            lights.append(group.sample.replace_frontier(named))
+        places = list(range(len(objects)))
+        ray.get(self.actors[0].save.remote(str(root), number, trainer, score, lights, places, *objects))
 
-    def load_state(self, state: Any) -> None:
-        shared = ray.put(state)
-        ray.get([a.load_state.remote(shared) for a in self.actors])
+    def restore(self, path: Path) -> tuple[Any, list[Group]]:
+        """All ranks take up a checkpoint; its counts, and its groups with their trajectories back in the store."""
+        counts, samples = ray.get([a.restore.remote(str(path)) for a in self.actors])[0]
+        groups = []
+        for sample in samples:
+            rows = sample.frontier
+            stored = SegmentRef.of(ray.put(pack_segment(rows.segment)), len(rows))
+            groups.append(Group(sample.replace_frontier(rows.replace(segment=stored)), {}, 1))
+        return counts, groups
 
     def export_adapter(self, folder: str, *, average: bool) -> None:
         ray.get(self.actors[0].export_adapter.remote(folder, average))
@@ -92,7 +111,9 @@ class RolloutSlab:
 
     def generate(self, request: Sample) -> list[Group]:
         """Generates and waits: the sync trainers' way."""
-        return list(self.dispatcher.collect(self.dispatcher.launch(request)))
+        handle = self.dispatcher.launch(request)
+        self.dispatcher.wait(handle)
+        return list(self.dispatcher.collect(handle))
 
     def evaluate(self, request: Sample) -> Sample:
         """Generates and scores evaluation rows, images included; touches neither versions nor training's noise."""

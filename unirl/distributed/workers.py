@@ -12,10 +12,12 @@ import torch
 
 from unirl.config import RunConfig
 from unirl.distributed.collective import join_group, open_store
+from unirl.distributed.models import build_model
 from unirl.distributed.payload import SegmentPayload, pack_segment, unpack_segment
-from unirl.distributed.sides import RolloutSide, TrainSide, build_model
+from unirl.distributed.sides import RolloutSide, TrainSide
 from unirl.protocols import WeightPush
 from unirl.train.plan import RankPlan
+from unirl.train.stack import TrainResult
 from unirl.types import LatentSegment, Part, Sample
 
 
@@ -45,46 +47,58 @@ class Worker:
 
     def build(self, store_address: tuple[str, int] | None, world_size: int) -> None:
         """Builds the model and the sides. Ranks of the training slab meet at `store_address`."""
-        model, stage = build_model(self._config)
+        model, stage = build_model(self._config, rollout_only=not self._trains)
         if self._trains:
             collective = join_group(self._rank, world_size, self._store or store_address)
             self.train_side = TrainSide(self._config, model, stage, collective)
         if self._generates:
             self.rollout_side = RolloutSide(self._config, model, stage, owns_model=not self._trains)
 
-    def train(
-        self, rows: Part, plan: RankPlan, objects: list[Any], *payloads: SegmentPayload
-    ) -> dict[str, Any]:
+    def train(self, rows: Part, plan: RankPlan, objects: list[Any], *payloads: SegmentPayload) -> TrainResult:
         """One training step on this rank's rows; `payloads` are the contents of `objects`, in order."""
         stored = {key: unpack_segment(p) for key, p in zip(objects, payloads, strict=True)}
         return self._train.train(rows, plan, stored)
 
     def build_push(self, push_version: int, average: bool) -> WeightPush:
-        return self._train.build_push(push_version, average=average)
+        return self._train.stack.build_push(push_version, average=average)
 
     def keep_pushed(self, push_version: int) -> None:
-        self._train.keep_pushed(push_version)
+        self._train.stack.keep_pushed(push_version)
 
     def swap_average(self) -> None:
-        self._train.swap_average()
+        self._train.stack.swap_average()
 
-    def save_state(self) -> Any:
-        return self._train.state_dict()
+    def save(
+        self,
+        root: str,
+        number: int,
+        trainer: Any,
+        score: float | None,
+        lights: list[Sample],
+        objects: list[Any],
+        *payloads: SegmentPayload,
+    ) -> None:
+        """Writes a checkpoint. `lights` are the buffered groups; `payloads` are the contents of `objects`, in order."""
+        stored = {key: unpack_segment(p) for key, p in zip(objects, payloads, strict=True)}
+        buffered = [
+            s.replace_frontier(s.frontier.replace(segment=s.frontier.segment.resolve(stored))) for s in lights
+        ]
+        self._train.save(root, number, trainer, buffered, score)
 
-    def load_state(self, state: Any) -> None:
-        self._train.load_state_dict(state)
+    def restore(self, path: str) -> tuple[Any, list[Sample]]:
+        return self._train.restore(path)
 
     def export_adapter(self, folder: str, average: bool) -> None:
-        self._train.export_adapter(folder, average=average)
+        self._train.stack.export_adapter(folder, average=average)
 
-    def generate(self, request: Sample) -> tuple[Sample, SegmentPayload | int]:
-        """(light rows, trajectories): published as a second result, or kept here under a key (`colocate_store`)."""
-        sample, segment = self._rollout.generate(request)
+    def generate(self, request: Sample) -> tuple[tuple[Sample, dict[str, float]], SegmentPayload | int]:
+        """((light rows, seconds), trajectories): published as a second result, or kept here under a key (`colocate_store`)."""
+        sample, seconds, segment = self._rollout.generate(request)
         if self._config.transport_kind == "object_store":
-            return sample, pack_segment(segment)
+            return (sample, seconds), pack_segment(segment)
         self._segments[self._next_key] = segment
         self._next_key += 1
-        return sample, self._next_key - 1
+        return (sample, seconds), self._next_key - 1
 
     def send_segment(self, key: int) -> SegmentPayload:
         """Hands a kept trajectory over, once. As a call on this actor it waits for what the actor is doing."""

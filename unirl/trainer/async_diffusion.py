@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from unirl.config import RunConfig
 from unirl.distributed.slabs import Group
 from unirl.rollout.async_runtime import AsyncRolloutScheduler, drained_at_exit
@@ -52,13 +54,11 @@ class AsyncDiffusionTrainer(DiffusionTrainer):
                 self._save_if_due(rollout_id)
                 session.write(rollout_id)
 
-    def _push(self, version: int) -> None:
-        with self.session.timed("drain"):
-            self.scheduler.drain()
-        super()._push(version)
-        if (
-            version > self.scheduler.stats.version
-        ):  # the first push of a run carries the version it starts with
+    def _push_if_due(self, rollout_id: int) -> None:
+        if self._push_is_due(rollout_id):
+            with self.session.timed("drain"):
+                self.scheduler.drain()
+            self._push(self.push_version + 1)
             self.scheduler.on_push()
 
     def _evaluate(self, step: int) -> None:
@@ -70,9 +70,10 @@ class AsyncDiffusionTrainer(DiffusionTrainer):
         self.scheduler.drain()
         super()._save(rollout)
 
-    def state_dict(self) -> tuple[dict[str, object], list[Group]]:
+    def state_dict(self) -> tuple[dict[str, Any], list[Group]]:
         counts, groups = self.scheduler.state_dict()
         return {"push_version": self.push_version, "scheduler": counts}, groups
 
-    def load_state_dict(self, counts: dict[str, object], groups: list[Group]) -> None:
+    def load_state_dict(self, counts: dict[str, Any], groups: list[Group]) -> None:
+        super().load_state_dict(counts, [])
         self.scheduler.load_state_dict(counts["scheduler"], groups)

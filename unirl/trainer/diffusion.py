@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from unirl.config import RunConfig
 from unirl.distributed.slabs import Group
@@ -51,7 +52,8 @@ class DiffusionTrainer:
 
     def _restore(self) -> None:
         """Takes up a checkpoint, if there is one, and gives the rollout engine the weights that belong to it."""
-        self.push_version = self.session.checkpoints.restore(self.session.train, self)
+        self.push_version = 0
+        self.session.checkpoints.restore(self.session.train, self)
         self._push(self.push_version)
 
     def _train_on(self, groups: Sequence[Group], rollout_id: int) -> None:
@@ -73,9 +75,12 @@ class DiffusionTrainer:
         session.warn(train_warnings(results))
 
     def _push_if_due(self, rollout_id: int) -> None:
-        done = rollout_id + 1
-        if done % self.config.weight_sync_interval == 0 or done == self.config.num_rollouts:
+        if self._push_is_due(rollout_id):
             self._push(self.push_version + 1)
+
+    def _push_is_due(self, rollout_id: int) -> bool:
+        done = rollout_id + 1
+        return done % self.config.weight_sync_interval == 0 or done == self.config.num_rollouts
 
     def _push(self, version: int) -> None:
         """Sends the current weights and has every receiver prove, from its live parameters, that they landed."""
@@ -142,9 +147,10 @@ class DiffusionTrainer:
 
     # ---- what a checkpoint holds beside the training ranks' state
 
-    def state_dict(self) -> tuple[dict[str, object], list[Group]]:
+    def state_dict(self) -> tuple[dict[str, Any], list[Group]]:
         """Plain counts, and finished groups that have not been trained yet."""
         return {"push_version": self.push_version}, []
 
-    def load_state_dict(self, counts: dict[str, object], groups: list[Group]) -> None:
+    def load_state_dict(self, counts: dict[str, Any], groups: list[Group]) -> None:
         """Takes up what `state_dict` gave."""
+        self.push_version = int(counts["push_version"])

@@ -9,7 +9,7 @@ import time
 import torch
 
 from unirl.config import RunConfig
-from unirl.distributed.sides import model_limits
+from unirl.distributed.models import model_limits
 from unirl.trainer.requests import Requests
 
 BACKWARD_TO_FORWARD = 3.0

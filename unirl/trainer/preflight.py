@@ -7,10 +7,11 @@ import dataclasses
 from pathlib import Path
 
 from unirl.config import RunConfig, check
-from unirl.distributed.sides import model_limits
+from unirl.distributed.models import model_limits
 from unirl.metrics import check_sinks
 from unirl.reward import check_scorers
 from unirl.reward.set_metrics import check_set_metrics
+from unirl.trainer.checkpoints import AUTO, RunCheckpoints
 from unirl.trainer.estimate import estimate_seconds
 from unirl.trainer.requests import Requests
 from unirl.trainer.rundir import RunDir
@@ -24,6 +25,7 @@ class Plan:
     asynchronous: bool
     requests: Requests
     run_dir: RunDir
+    checkpoints: RunCheckpoints
     text: str
 
 
@@ -40,9 +42,12 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
     run_dir = RunDir(Path(config.run_dir))
     if config.resume is None:
         run_dir.check_new()
-    else:
+    elif config.resume != AUTO or run_dir.config_file.exists():
         run_dir.check_recipe(config)
-    return Plan(config, asynchronous, requests, run_dir, describe(config, asynchronous, requests))
+    checkpoints = RunCheckpoints(config, run_dir)
+    return Plan(
+        config, asynchronous, requests, run_dir, checkpoints, describe(config, asynchronous, requests)
+    )
 
 
 def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:

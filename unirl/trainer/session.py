@@ -12,7 +12,6 @@ from unirl.config import to_plain
 from unirl.distributed.cluster import connect, disconnect, find_devices
 from unirl.distributed.slabs import RolloutSlab, TrainSlab, build_slabs
 from unirl.metrics import ConsoleSink, MultiSink, open_sinks
-from unirl.trainer.checkpoints import RunCheckpoints
 from unirl.trainer.preflight import Plan
 
 
@@ -26,8 +25,6 @@ class Session:
         rollout: RolloutSlab,
         sinks: MultiSink,
         console: ConsoleSink,
-        checkpoints: RunCheckpoints,
-        first_rollout: int,
     ) -> None:
         self.plan = plan
         self.config = plan.config
@@ -35,8 +32,8 @@ class Session:
         self.run_dir = plan.run_dir
         self.train = train
         self.rollout = rollout
-        self.checkpoints = checkpoints
-        self.first_rollout = first_rollout
+        self.checkpoints = plan.checkpoints
+        self.first_rollout = plan.checkpoints.first_rollout
         self._sinks = sinks
         self._console = console
         self._warned: set[str] = set()
@@ -76,17 +73,14 @@ def open_session(plan: Plan) -> Iterator[Session]:
     """Starts what the plan needs. On the way out everything is closed, and the first exception is the one that is seen."""
     config = plan.config
     print(plan.text, flush=True)
-    checkpoints = RunCheckpoints(plan)
-    resumed = checkpoints.find()
+    first_rollout = plan.checkpoints.first_rollout
     with ExitStack() as stack:
         stack.callback(disconnect)
         connect(config)
         devices = find_devices(config)
         train, rollout, end = build_slabs(config, devices)
         stack.callback(end)
-        if resumed is None:
-            plan.run_dir.create(config, plan.text)
-        first_rollout = 0 if resumed is None else resumed.rollout
+        plan.run_dir.create(config, plan.text)
         console = ConsoleSink(config.num_rollouts, first_step=first_rollout, mode=config.logging.console)
         sinks = open_sinks(
             plan.run_dir.path,
@@ -98,4 +92,4 @@ def open_session(plan: Plan) -> Iterator[Session]:
             extra=[console],
         )
         stack.callback(sinks.close)
-        yield Session(plan, train, rollout, sinks, console, checkpoints, first_rollout)
+        yield Session(plan, train, rollout, sinks, console)
