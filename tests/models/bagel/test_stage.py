@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from unirl.models.bagel import Bagel, BagelStage, build_contexts
+from unirl.models.bagel import Bagel, BagelStage, build_contexts, save_model
 from unirl.models.bagel.batching import plan_batches
 from unirl.models.bagel.codec import PixelCodec
 from unirl.models.bagel.fingerprint import digest, group_fields
@@ -68,6 +69,15 @@ def _sample(stage: BagelStage, part: Part, sde_steps: Tensor, *, decode: bool = 
 def test_the_stage_satisfies_the_protocol(stage: BagelStage) -> None:
     assert isinstance(stage, Stage)
     assert (stage.pixel_stride, stage.max_side) == (2, 8)
+
+
+def test_a_saved_folder_gives_the_same_images(stage: BagelStage, tmp_path: Path) -> None:
+    save_model(stage.model, tmp_path)
+    again = BagelStage.from_pretrained(tmp_path)
+    part = _rows(images=(None, _image(1), None))
+    expected, found = (_sample(s, part, _steps(part, [0, 2])) for s in (stage, again))
+    assert torch.equal(expected.segment.latents, found.segment.latents)
+    assert again.model.config == stage.model.config
 
 
 def test_sigmas_are_bagels_static_shift_on_every_canvas(stage: BagelStage) -> None:

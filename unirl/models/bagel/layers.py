@@ -92,10 +92,9 @@ class Rotary:
         return cls(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotate ``[batch, tokens, heads, head_dim]``; float32 inside, the input's dtype out."""
-        wide = heads.float()
+        """Rotate float32 ``[batch, tokens, heads, head_dim]``."""
         half = heads.shape[-1] // 2
-        return (wide * self.cos + wide.roll(half, dims=-1) * self.sin).to(heads.dtype)
+        return heads * self.cos + heads.roll(half, dims=-1) * self.sin
 
 
 class TimestepEmbedder(nn.Module):

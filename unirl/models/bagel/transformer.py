@@ -63,19 +63,20 @@ class Attention(nn.Module):
 
     def queries(self, tokens: Tokens, rotary: Rotary) -> Tensor:
         """``[B, Hq, T, D]`` in token order."""
-        parts = [self.q_norm(self._heads(self.q_proj(tokens.und)))]
+        # Norm and rotation are float32 and rounded once, as in the public implementation.
+        parts = [self.q_norm(self._heads(self.q_proj(tokens.und)).float())]
         if tokens.gen is not None:
-            parts.append(self.q_norm_moe_gen(self._heads(self.q_proj_moe_gen(tokens.gen))))
-        return rotary.apply(in_token_order(*parts)).transpose(1, 2)
+            parts.append(self.q_norm_moe_gen(self._heads(self.q_proj_moe_gen(tokens.gen)).float()))
+        return rotary.apply(in_token_order(*parts)).to(tokens.und.dtype).transpose(1, 2)
 
     def keys_values(self, tokens: Tokens, rotary: Rotary) -> LayerCache:
         """``[B, Hk, T, D]`` each, in token order."""
-        keys = [self.k_norm(self._heads(self.k_proj(tokens.und)))]
+        keys = [self.k_norm(self._heads(self.k_proj(tokens.und)).float())]
         values = [self._heads(self.v_proj(tokens.und))]
         if tokens.gen is not None:
-            keys.append(self.k_norm_moe_gen(self._heads(self.k_proj_moe_gen(tokens.gen))))
+            keys.append(self.k_norm_moe_gen(self._heads(self.k_proj_moe_gen(tokens.gen)).float()))
             values.append(self._heads(self.v_proj_moe_gen(tokens.gen)))
-        key = rotary.apply(in_token_order(*keys))
+        key = rotary.apply(in_token_order(*keys)).to(tokens.und.dtype)
         return LayerCache(key.transpose(1, 2), in_token_order(*values).transpose(1, 2))
 
     def output(self, mixed: Tensor, has_gen: bool, skip_und: bool) -> Tokens:
