@@ -55,11 +55,17 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--steps", type=_positive, help="denoising steps (default: the recipe's)")
     sample.add_argument("--out", type=Path, default=Path("samples.png"), help="a PNG (default samples.png)")
     sample.add_argument("--base", action="store_true", help="the weights before training")
+    sample.add_argument(
+        "--checkpoint", type=Path, help="a checkpoint (default: the adapter, else the newest)"
+    )
     sample.set_defaults(command=_sample)
 
     export = commands.add_parser("export", help="write a run's adapter as plain peft loads it")
     export.add_argument("run", type=Path, metavar="RUN", help="run directory")
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
+    export.add_argument(
+        "--checkpoint", type=Path, help="a checkpoint (default: the adapter, else the newest)"
+    )
     export.set_defaults(command=_export)
     return parser
 
@@ -98,6 +104,7 @@ def _sample(options: argparse.Namespace) -> int:
         canvas=tuple(options.canvas) if options.canvas else None,
         steps=options.steps,
         base=options.base,
+        checkpoint=options.checkpoint,
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     grid_image(images, [options.prompt] * len(images), max_columns=8).save(options.out)
@@ -108,7 +115,7 @@ def _sample(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from unirl.cli_model import export_adapter
 
-    print(export_adapter(options.run, options.to))
+    print(export_adapter(options.run, options.to, checkpoint=options.checkpoint))
     return 0
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from unirl.config import RunConfig, parse
+
+if TYPE_CHECKING:
+    import torch
 
 
 def load_recipe(run_dir: str | os.PathLike[str]) -> RunConfig:
@@ -21,14 +25,36 @@ def load_recipe(run_dir: str | os.PathLike[str]) -> RunConfig:
     return parse(RunConfig, yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def find_adapter(run_dir: str | os.PathLike[str]) -> Path:
-    """The exported adapter of a finished run. Raises `ValueError` when there is none (yet)."""
-    from unirl.train.lora import CONFIG_FILE
+def load_trained(
+    model: torch.nn.Module,
+    run_dir: str | os.PathLike[str],
+    config: RunConfig,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Puts a run's trained weights into `model`; returns where they came from.
 
-    folder = Path(run_dir) / "adapter"
-    if not (folder / CONFIG_FILE).is_file():
-        raise ValueError(f"{run_dir} holds no exported adapter ({folder}); a run writes it at its end")
-    return folder
+    That is `checkpoint`, or else the exported adapter, or else (full weights, or a run that has not ended)
+    the newest checkpoint. Of a checkpoint of a run with an EMA the averaged weights are taken, as the export
+    at a run's end does. Raises `ValueError` when there is none.
+    """
+    from unirl.train import lora
+    from unirl.train.checkpoint import latest_checkpoint, load_checkpoint
+    from unirl.train.trainable import trained_parameters
+
+    adapter = Path(run_dir) / "adapter"
+    if checkpoint is None and (adapter / lora.CONFIG_FILE).is_file():
+        lora.load(model, adapter)
+        return adapter
+    path = latest_checkpoint(Path(run_dir) / "checkpoints") if checkpoint is None else Path(checkpoint)
+    if path is None:
+        raise ValueError(
+            f"{run_dir} holds no trained weights: neither adapter/, which a run writes at its end, nor a checkpoint (save_interval)"
+        )
+    sections = load_checkpoint(path).sections
+    lora.copy_named(
+        sections["ema" if config.optim.ema.decay else "trained"], trained_parameters(model), str(path)
+    )
+    return path
 
 
 def sample_images(
@@ -40,6 +66,7 @@ def sample_images(
     canvas: tuple[int, int] | None = None,
     steps: int | None = None,
     base: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> list[np.ndarray]:
     """`num` images of one prompt, uint8 `[H, W, C]`, sampled as the run's evaluations are.
 
@@ -47,19 +74,19 @@ def sample_images(
         canvas: (height, width) in pixels; the recipe's default canvas when None.
         steps: denoising steps; the recipe's when None.
         base: the weights before training.
+        checkpoint: a checkpoint's folder; by default see `load_trained`.
 
-    Raises `ValueError` for a folder without a recipe or trained weights, or a canvas that the model does not have.
+    Raises `ValueError` for a folder without a recipe or trained weights, or a canvas that the model does not
+    have.
     """
     from unirl.distributed.models import build_model
     from unirl.metrics.samples import to_uint8
-    from unirl.train import lora
     from unirl.types import STREAM_EVAL, NoiseRecipe, Part, Sample, SamplingParams
 
     config = load_recipe(run_dir)
-    adapter = None if base else find_adapter(run_dir)
-    model, stage = build_model(config, rollout_only=True)
-    if adapter is not None:
-        lora.load(model, adapter)
+    model, stage = build_model(config)
+    if not base:
+        load_trained(model, run_dir, config, checkpoint)
     sampling = config.sampling
     height, width = canvas or (sampling.height, sampling.width)
     params = SamplingParams(
@@ -83,11 +110,17 @@ def sample_images(
     return [to_uint8(image) for image in media]
 
 
-def export_adapter(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
-    """Copies the run's adapter to `target` after loading it into the run's model, so that a broken one is found here.
+def export_adapter(
+    run_dir: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes the run's adapter to `target`, through the run's own model, so that a name or shape that does
+    not fit is found here.
 
-    The folder is plain peft's: `adapter_config.json` and `adapter_model.safetensors` under the public module names.
-    Raises `ValueError` when `target` holds files already.
+    The folder is plain peft's: `adapter_config.json` and `adapter_model.safetensors` under the public module
+    names. Raises `ValueError` when `target` holds files already, or the run trained full weights.
     """
     from unirl.distributed.models import build_model
     from unirl.train import lora
@@ -96,7 +129,10 @@ def export_adapter(run_dir: str | os.PathLike[str], target: str | os.PathLike[st
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--to {folder} exists and is not empty; allowed: a new or an empty folder")
     config = load_recipe(run_dir)
-    adapter = find_adapter(run_dir)
-    model, _ = build_model(config, rollout_only=True)
-    lora.load(model, adapter)
+    if config.model.train != "lora":
+        raise ValueError(
+            f"{run_dir} trained model.train: {config.model.train}; only an adapter (model.train: lora) is exported"
+        )
+    model, _ = build_model(config)
+    load_trained(model, run_dir, config, checkpoint)
     return lora.export(model, folder)
