@@ -48,7 +48,7 @@ demo: $(STAMP)
 	@echo "open $(DEMO_DIR)/report.html"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" -n $(TEST_WORKERS) --dist loadgroup
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu and not vllm"

@@ -26,11 +26,15 @@ class Devices:
         return sum(count for _, count in self.per_node)
 
 
-def connect(config: RunConfig, *, logs_to_driver: bool = False) -> None:
-    """Starts a cluster of this run's own, or joins the one at `ray_address`.
+def connect(config: RunConfig, *, logs_to_driver: bool = False) -> bool:
+    """Starts a cluster of this run's own, or joins the one at `ray_address`; True when it is ours to leave.
+
+    A process that is connected to a cluster already stays with that one.
 
     A cluster of our own has no dashboard, its own session folder and ports, so that two runs on a host do not meet.
     """
+    if ray.is_initialized():
+        return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common: dict[str, Any] = {
         "logging_level": logging.ERROR,
@@ -47,6 +51,7 @@ def connect(config: RunConfig, *, logs_to_driver: bool = False) -> None:
                 _refusal(config, Devices("CPU", (("this host", cores // config.threads_per_worker),)))
             )
         ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **common)
+    return True
 
 
 def disconnect() -> None:

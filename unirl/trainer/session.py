@@ -75,8 +75,8 @@ def open_session(plan: Plan) -> Iterator[Session]:
     print(plan.text, flush=True)
     first_rollout = plan.checkpoints.first_rollout
     with ExitStack() as stack:
-        stack.callback(disconnect)
-        connect(config)
+        if connect(config):
+            stack.callback(disconnect)
         devices = find_devices(config)
         train, rollout, end = build_slabs(config, devices)
         stack.callback(end)
