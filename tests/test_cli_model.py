@@ -17,7 +17,6 @@ from unirl.cli import main
 from unirl.cli_model import load_recipe, sample_images
 from unirl.config import RunConfig, parse, to_plain
 from unirl.distributed.models import build_model
-from unirl.models.bagel import Bagel, preset, save_model
 from unirl.train import lora
 from unirl.train.checkpoint import save_checkpoint
 from unirl.train.trainable import trained_parameters
@@ -32,24 +31,10 @@ def fill(parameters: dict[str, torch.Tensor], seed: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of a digits model whose output layer is not zero."""
-    folder = tmp_path_factory.mktemp("base")
-    model = Bagel(preset("bagel-digits"))
-    model.initialize(seed=0)
-    fill(
-        {name: p for name, p in model.named_parameters() if "norm" not in name and "pos_embed" not in name},
-        seed=1,
-    )
-    save_model(model, folder)
-    return folder
-
-
-def make_run(folder: Path, base: Path, **changes: object) -> RunConfig:
+def make_run(folder: Path, random_base: Path, **changes: object) -> RunConfig:
     """A run directory with a recipe and nothing else."""
     recipe = {
-        "model": {"path": str(base), "lora": {"rank": 4, "alpha": 4, "targets": ["q_proj_moe_gen"]}},
+        "model": {"path": str(random_base), "lora": {"rank": 4, "alpha": 4, "targets": ["q_proj_moe_gen"]}},
         "sampling": {"height": 12, "width": 12, "num_inference_steps": 2},
         **changes,
     }
@@ -60,10 +45,10 @@ def make_run(folder: Path, base: Path, **changes: object) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory, random_base: Path) -> Path:
     """A finished run: an exported adapter, and a checkpoint of other weights."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    model, _ = build_model(make_run(folder, base))
+    model, _ = build_model(make_run(folder, random_base))
     fill(lora.adapter_parameters(model), seed=2)
     lora.export(model, folder / "adapter")
     fill(lora.adapter_parameters(model), seed=3)
@@ -102,9 +87,11 @@ def test_trained_weights_base_weights_and_a_checkpoint_give_three_different_imag
     assert not same(trained, base) and not same(trained, saved) and not same(base, saved)
 
 
-def test_a_run_without_an_adapter_is_sampled_from_its_newest_checkpoint(tmp_path: Path, base: Path) -> None:
+def test_a_run_without_an_adapter_is_sampled_from_its_newest_checkpoint(
+    tmp_path: Path, random_base: Path
+) -> None:
     folder = tmp_path / "full"
-    config = make_run(folder, base, model={"path": str(base), "train": "full"})
+    config = make_run(folder, random_base, model={"path": str(random_base), "train": "full"})
     with pytest.raises(ValueError, match="holds no trained weights"):
         sample_images(folder, prompt=PROMPT, num=1)
     model, _ = build_model(config)
@@ -117,10 +104,10 @@ def test_a_run_without_an_adapter_is_sampled_from_its_newest_checkpoint(tmp_path
 
 
 def test_a_run_with_an_average_is_sampled_from_the_average_in_its_checkpoint(
-    tmp_path: Path, base: Path
+    tmp_path: Path, random_base: Path
 ) -> None:
     folder = tmp_path / "averaged"
-    model, _ = build_model(make_run(folder, base, optim={"ema": {"decay": 0.9}}))
+    model, _ = build_model(make_run(folder, random_base, optim={"ema": {"decay": 0.9}}))
     zeros = {name: torch.zeros_like(p) for name, p in lora.adapter_parameters(model).items()}
     fill(lora.adapter_parameters(model), seed=4)
     save_checkpoint(folder / "checkpoints", 1, {"trained": lora.adapter_state(model), "ema": zeros}, {})
@@ -159,7 +146,9 @@ def test_a_canvas_that_the_model_does_not_have_is_refused(
     assert "pixel stride" in capsys.readouterr().err
 
 
-def test_an_exported_adapter_is_what_plain_peft_loads(run_dir: Path, tmp_path: Path, base: Path) -> None:
+def test_an_exported_adapter_is_what_plain_peft_loads(
+    run_dir: Path, tmp_path: Path, random_base: Path
+) -> None:
     import peft
 
     folder = tmp_path / "exported"
@@ -177,7 +166,7 @@ def test_an_exported_adapter_is_what_plain_peft_loads(run_dir: Path, tmp_path: P
     )
     config = load_recipe(run_dir)
     plain, _ = build_model(
-        parse(RunConfig, {**to_plain(config), "model": {"path": str(base), "train": "full"}})
+        parse(RunConfig, {**to_plain(config), "model": {"path": str(random_base), "train": "full"}})
     )
     loaded = peft.PeftModel.from_pretrained(plain, str(folder))
     found = peft.get_peft_model_state_dict(loaded)

@@ -93,8 +93,12 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _sample(options: argparse.Namespace) -> int:
-    from unirl.cli_model import sample_images
+    import torch
+
+    from unirl.cli_model import load_recipe, sample_images
     from unirl.report.grids import grid_image
+
+    torch.set_num_threads(load_recipe(options.run).threads_per_worker)  # as the run's own evaluations
 
     images = sample_images(
         options.run,
