@@ -24,7 +24,7 @@ def test_ranks_with_five_and_one_micros_get_equal_numbers():
 
 
 def test_fewer_rows_than_ranks_is_an_error_at_once():
-    with pytest.raises(ValueError, match="fewer rows than ranks.*batch_size"):
+    with pytest.raises(ValueError, match=r"fewer rows than ranks.*batch_size"):
         plan_updates(["a", "a", "b"], [8] * 3, [1.0] * 3, 4, 1, 8)
     with pytest.raises(ValueError, match="fewer rows than ranks"):
         plan_updates(_rows(2, 2), [8] * 4, [1.0] * 4, 3, 2, 8)
@@ -82,7 +82,9 @@ def test_rank_view_points_at_the_same_rows():
 def test_every_live_row_is_trained_once_and_costs_are_balanced(sizes, world_size, num_updates, micro, data):
     groups = [f"g{i}" for i, n in enumerate(sizes) for _ in range(n)]
     canvases = data.draw(st.lists(st.sampled_from([1, 2, 4]), min_size=len(groups), max_size=len(groups)))
-    weights = data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=len(groups), max_size=len(groups)))
+    weights = data.draw(
+        st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=len(groups), max_size=len(groups))
+    )
     costs = [float(c) for c in canvases]
     if len(sizes) < num_updates or len(groups) < world_size * num_updates:
         with pytest.raises(ValueError):

@@ -18,9 +18,10 @@ def prepare_advantages(
 ) -> tuple[Part, dict[str, float]]:
     """Sets `advantages`, and weight 0 on rows that cannot train.
 
-    A row whose reward is not finite gets weight 0: it keeps its place and takes no part. With `drop_zero_variance_groups`
-    the rows of groups that teach nothing (fewer than two live rows, or equal rewards) get weight 0 as well. With
-    `shuffle_advantages` (a control that must not learn) the live rows' advantages are permuted, by (seed, iteration).
+    A row whose reward is not finite gets weight 0: it keeps its place and takes no part. With
+    `drop_zero_variance_groups` the rows of groups that teach nothing (fewer than two live rows, or equal
+    rewards) get weight 0 as well. With `shuffle_advantages` (a control that must not learn) the live rows'
+    advantages are permuted, by (seed, iteration).
 
     Args:
         part: scored rows of the whole batch.

@@ -13,16 +13,18 @@ from unirl.types import Part
 class FlowGRPO:
     """Loss of N replayed rows.
 
-    With r = exp(new - old), the ratio of a row's transition under the current and under the generating weights, and A the
-    row's advantage clamped to +-`adv_clip`:
+    With r = exp(new - old), the ratio of a row's transition under the current and under the generating
+    weights, and A the row's advantage clamped to +-`adv_clip`:
 
-        loss = mean over the S trained steps of max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range)) + beta * KL
+        loss = mean over the S trained steps of max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range)) + beta *
+        KL
 
-    KL is that of two Gaussians of equal scale, mean over a row's real elements of (mean - reference mean)^2 / (2 scale^2), averaged
-    over the steps. Log-probs are means over elements, so `clip_range` means the same on every canvas.
+    KL is that of two Gaussians of equal scale, mean over a row's real elements of (mean - reference mean)^2 /
+    (2 scale^2), averaged over the steps. Log-probs are means over elements, so `clip_range` means the same on
+    every canvas.
 
-    With one update a rollout every ratio is 1: the loss then has the value -A, which averages to 0 over a group, and the gradient
-    of REINFORCE. That is right, and not a sign of nothing being learnt.
+    With one update a rollout every ratio is 1: the loss then has the value -A, which averages to 0 over a
+    group, and the gradient of REINFORCE. That is right, and not a sign of nothing being learnt.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -44,9 +46,10 @@ class FlowGRPO:
             reference: the replay under the reference weights, wanted when `beta` != 0.
 
         Returns:
-            loss: float32 `[N]`, differentiable through `new`. Row weights are not in it: the caller applies them.
-            metrics: detached float64 tensors. Per row, `[N]`: `ratio`, `clip`, `approx_kl`, `loss`, and `kl_ref` with `beta`;
-                the row's largest: `abs_dlogp_max`, `abs_ratio_minus_one_max`.
+            loss: float32 `[N]`, differentiable through `new`. Row weights are not in it: the caller applies
+                them.
+            metrics: detached float64 tensors. Per row, `[N]`: `ratio`, `clip`, `approx_kl`, `loss`, and
+                `kl_ref` with `beta`; the row's largest: `abs_dlogp_max`, `abs_ratio_minus_one_max`.
 
         Raises:
             ValueError: advantages or, with `beta`, the reference are missing.
@@ -67,7 +70,9 @@ class FlowGRPO:
         metrics = _ratio_metrics(delta.detach(), self.config.clip_range)
         if self.needs_means:
             if reference is None:
-                raise ValueError(f"FlowGRPO.loss: algorithm.beta is {self.config.beta}, which needs the reference's replay")
+                raise ValueError(
+                    f"FlowGRPO.loss: algorithm.beta is {self.config.beta}, which needs the reference's replay"
+                )
             divergence = kl_to_reference(new, reference)
             loss = loss + self.config.beta * divergence
             metrics["kl_ref"] = divergence.detach().double()
@@ -92,14 +97,17 @@ def _ratio_metrics(delta: torch.Tensor, clip_range: float) -> dict[str, torch.Te
 
 
 def kl_to_reference(new: Replay, reference: Replay) -> torch.Tensor:
-    """`[N]`: KL of the transitions to the reference's, a mean over real elements (never padding) and over steps.
+    """`[N]`: KL of the transitions to the reference's, a mean over real elements (never padding) and over
+    steps.
 
-    Both have the same scale, so the divergence of one element is (mean - reference mean)^2 / (2 scale^2); of a replay
-    against itself it is exactly 0.
+    Both have the same scale, so the divergence of one element is (mean - reference mean)^2 / (2 scale^2); of
+    a replay against itself it is exactly 0.
     """
     for name, replay in (("policy", new), ("reference", reference)):
         if replay.means is None or replay.scales is None:
-            raise ValueError(f"kl_to_reference: the {name}'s replay has no means and scales; replay with with_means=True")
+            raise ValueError(
+                f"kl_to_reference: the {name}'s replay has no means and scales; replay with with_means=True"
+            )
     means, scales = new.means, new.scales
     assert means is not None and scales is not None and reference.means is not None
     tokens = torch.arange(means.shape[2], device=means.device)

@@ -12,18 +12,32 @@ _SHOWN_ROWS = 8
 _SHOWN_CHARACTERS = 48
 
 
-class LayoutMismatch(ValueError):
-    """The worker and the trainer did not look at the same thing. `ids` are the rows concerned."""
+class LayoutMismatch(ValueError):  # noqa: N818 (a state of affairs, not a kind of error)
+    """The worker and the trainer did not look at the same thing.
 
-    def __init__(self, message: str, ids: Sequence[str]) -> None:
-        super().__init__(message)
+    `ids` are the rows concerned; `trainer_fields`, where the trainer's side could say, what its transformer
+    was given, by row id: whoever can ask the worker for the same may call `compare` again and get a table of
+        fields.
+    """
+
+    def __init__(
+        self, message: str, ids: Sequence[str], trainer_fields: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        super().__init__(message, tuple(ids), trainer_fields)
         self.ids = tuple(ids)
+        self.trainer_fields = dict(trainer_fields or {})
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def mismatching_rows(worker: torch.Tensor, trainer: torch.Tensor) -> torch.Tensor:
     """bool `[N]` on the device of `trainer`, for digests int64 `[N, 2]`. Reads nothing back to the host."""
     if worker.shape != trainer.shape or worker.ndim != 2 or worker.shape[1] != 2:
-        raise ValueError(f"fingerprints must be int64 [N, 2] on both sides; got {tuple(worker.shape)} and {tuple(trainer.shape)}")
+        raise ValueError(
+            f"fingerprints must be int64 [N, 2] on both sides; got {tuple(worker.shape)} and "
+            f"{tuple(trainer.shape)}"
+        )
     return (worker.to(trainer.device) != trainer).any(dim=1)
 
 
@@ -39,17 +53,22 @@ def compare(
     """Raises `LayoutMismatch` when a row's digests differ; returns in silence when all agree.
 
     Args:
-        worker, trainer: int64 `[N, 2]`, digests of what each side's transformer was given; None where a side gave none.
+        worker, trainer: int64 `[N, 2]`, digests of what each side's transformer was given; None where a side
+            gave none.
         ids: one a row.
-        require: a missing digest is an error (key `parity.require_fingerprint`), otherwise nothing is compared.
-        worker_fields, trainer_fields: what the digests were taken of, one mapping a row, when the sides can still say: the error then
-            holds a table field / worker / trainer instead of the digests.
+        require: a missing digest is an error (key `parity.require_fingerprint`), otherwise nothing is
+            compared.
+        worker_fields, trainer_fields: what the digests were taken of, one mapping a row, when the sides can
+            still say: the error then holds a table field / worker / trainer instead of the digests.
     """
-    missing = [side for side, value in (("the rollout worker", worker), ("the trainer", trainer)) if value is None]
+    missing = [
+        side for side, value in (("the rollout worker", worker), ("the trainer", trainer)) if value is None
+    ]
     if missing:
         if require:
             raise LayoutMismatch(
-                f"no fingerprint of the token layout came from {' and '.join(missing)}, so nothing shows that both looked at the same "
+                f"no fingerprint of the token layout came from {' and '.join(missing)}, so nothing shows "
+                "that both looked at the same "
                 "tokens; use an engine that sends them, or set parity.require_fingerprint: false",
                 ids,
             )
@@ -68,7 +87,8 @@ def compare(
         lines += [(ids[row], *line) for line in found]
     rest = len(different) - _SHOWN_ROWS
     raise LayoutMismatch(
-        f"{len(different)} of {len(ids)} rows were laid out differently by the rollout worker and by the trainer, so their "
+        f"{len(different)} of {len(ids)} rows were laid out differently by the rollout worker and by the "
+        "trainer, so their "
         "log-probs cannot be compared:\n"
         + _table(("row", "field", "worker", "trainer"), lines)
         + (f"\n... and {rest} more rows" if rest > 0 else ""),
@@ -77,7 +97,9 @@ def compare(
 
 
 def differing_fields(worker: Mapping[str, Any], trainer: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(field, worker's value, trainer's value) of every field that differs; of a sequence, the first element that does."""
+    """(field, worker's value, trainer's value) of every field that differs; of a sequence, the first element
+    that does.
+    """
     found = []
     for name in [*worker, *(n for n in trainer if n not in worker)]:
         left, right = worker.get(name, "(none)"), trainer.get(name, "(none)")
@@ -111,4 +133,7 @@ def _hexadecimal(digest: torch.Tensor) -> str:
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    return "\n".join("  " + "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in (head, *lines))
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *lines)
+    )

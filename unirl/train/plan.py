@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank replays which rows, in which update and in which micro-batch. Pure: ids, canvases and costs in, indices out."""
+"""Which rank replays which rows, in which update and in which micro-batch. Pure: ids, canvases and costs in,
+indices out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
@@ -40,7 +43,9 @@ class RankPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A training step's plan: `micros[update][rank][micro]` holds indices into the batch; `weight_sums` one number an update."""
+    """A training step's plan: `micros[update][rank][micro]` holds indices into the batch; `weight_sums` one
+    number an update.
+    """
 
     micros: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     weight_sums: tuple[float, ...]
@@ -69,14 +74,17 @@ def plan_updates(
     *,
     weights: Sequence[float] | None = None,
 ) -> Plan:
-    """Cuts a batch into disjoint updates by whole groups, each update into equal shares of cost, each share into micros.
+    """Cuts a batch into disjoint updates by whole groups, each update into equal shares of cost, each share
+    into micros.
 
-    Groups go to updates in their order of first appearance, equally many each (the first updates take one more where it does not
-    divide). Within an update rows are dealt longest first to the rank with the least cost so far; rows of equal cost and canvas are
-    interchangeable, so they are then handed out in order, which keeps siblings together without changing any rank's cost. A micro
-    holds one canvas and at most `micro_batch_size` rows; the micros of a canvas are equal to within one row. All is deterministic.
+    Groups go to updates in their order of first appearance, equally many each (the first updates take one
+    more where it does not divide). Within an update rows are dealt longest first to the rank with the least
+    cost so far; rows of equal cost and canvas are interchangeable, so they are then handed out in order,
+    which keeps siblings together without changing any rank's cost. A micro holds one canvas and at most
+    `micro_batch_size` rows; the micros of a canvas are equal to within one row. All is deterministic.
 
-    Rows of weight 0 are in no micro at all, so that nothing about them can matter; groups without a live row count for no update.
+    Rows of weight 0 are in no micro at all, so that nothing about them can matter; groups without a live row
+    count for no update.
 
     Args:
         group_ids, canvases, costs: one a row; costs > 0 in any unit.
@@ -99,8 +107,10 @@ def plan_updates(
         shares = _deal(rows, canvases, costs, world_size)
         micros = [_micros(share, canvases, micro_batch_size) for share in shares]
         most = max((len(m) for m in micros), default=0)
-        updates.append(tuple(tuple([*m, *[()] * (most - len(m))]) for m in micros))
-    sums = tuple(sum(weights[row] for micros in update for micro in micros for row in micro) for update in updates)
+        updates.append(tuple((*m, *[()] * (most - len(m))) for m in micros))
+    sums = tuple(
+        sum(weights[row] for micros in update for micro in micros for row in micro) for update in updates
+    )
     return Plan(tuple(updates), sums, world_size)
 
 
@@ -116,7 +126,8 @@ def _check(
 ) -> None:
     if not num_rows == len(canvases) == len(costs) == len(weights):
         raise ValueError(
-            f"plan_updates: one group id, canvas, cost and weight a row; got {num_rows}, {len(canvases)}, {len(costs)}, {len(weights)}"
+            f"plan_updates: one group id, canvas, cost and weight a row; got {num_rows}, {len(canvases)}, "
+            f"{len(costs)}, {len(weights)}"
         )
     for name, value in (
         ("world_size", world_size),
@@ -131,16 +142,15 @@ def _check(
         )
     if num_rows < world_size * num_updates:
         raise ValueError(
-            f"{num_rows} rows in {num_updates} updates for {world_size} training ranks: an update would have fewer rows than ranks; "
-            "raise batch_size or samples_per_prompt, or lower stack.num_updates_per_batch or the number of training devices"
+            f"{num_rows} rows in {num_updates} updates for {world_size} training ranks: an update would have fewer "
+            "rows than ranks; raise batch_size or samples_per_prompt, or lower stack.num_updates_per_batch or the number of training devices"
         )
-    for name, values, fits in (
-        ("cost", costs, lambda v: 0 < v < float("inf")),
-        ("weight", weights, lambda v: 0 <= v < float("inf")),
-    ):
-        for row, value in enumerate(values):
-            if not fits(value):
-                raise ValueError(f"plan_updates: row {row} has {name} {value}; allowed: finite, {'above' if name == 'cost' else 'at least'} 0")
+    for row, cost in enumerate(costs):
+        if not 0 < cost < math.inf:
+            raise ValueError(f"plan_updates: row {row} has cost {cost}; allowed: finite and above 0")
+    for row, weight in enumerate(weights):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"plan_updates: row {row} has weight {weight}; allowed: finite, 0 or more")
 
 
 def _chunks(items: Sequence[T], count: int) -> list[Sequence[T]]:
@@ -175,7 +185,9 @@ def _deal(
     return shares
 
 
-def _micros(share: Sequence[int], canvases: Sequence[Hashable], micro_batch_size: int) -> list[tuple[int, ...]]:
+def _micros(
+    share: Sequence[int], canvases: Sequence[Hashable], micro_batch_size: int
+) -> list[tuple[int, ...]]:
     micros: list[tuple[int, ...]] = []
     for canvas in dict.fromkeys(canvases[row] for row in share):
         rows = [row for row in share if canvases[row] == canvas]
