@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
@@ -120,11 +120,11 @@ def merged_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     The sum is taken in float32 (float64 for float64 weights) and rounded once.
     """
-    merged = {}
+    merged, factors = {}, adapter_parameters(model)
     for name, layer in lora_layers(model).items():
-        base = layer.get_base_layer().weight.detach()
+        base = cast(torch.nn.Linear, layer.get_base_layer()).weight.detach()
         wide = torch.float64 if base.dtype is torch.float64 else torch.float32
-        a, b = layer.lora_A[ADAPTER_NAME].weight.detach(), layer.lora_B[ADAPTER_NAME].weight.detach()
+        a, b = (factors[f"{PUBLIC_PREFIX}{name}.{side}.weight"].detach() for side in ("lora_A", "lora_B"))
         delta = layer.scaling[ADAPTER_NAME] * (b.to(wide) @ a.to(wide))
         merged[f"{name}.weight"] = (base.to(wide) + delta).to(base.dtype)
     return merged

@@ -142,8 +142,8 @@ def _check(
         )
     if num_rows < world_size * num_updates:
         raise ValueError(
-            f"{num_rows} rows in {num_updates} updates for {world_size} training ranks: an update would have fewer "
-            "rows than ranks; raise batch_size or samples_per_prompt, or lower stack.num_updates_per_batch or the number of training devices"
+            f"{num_rows} rows in {num_updates} updates for {world_size} training ranks: an update would have fewer rows than "
+            "ranks; raise batch_size or samples_per_prompt, or lower stack.num_updates_per_batch or the number of devices"
         )
     for row, cost in enumerate(costs):
         if not 0 < cost < math.inf:
