@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +13,16 @@ from hypothesis import strategies as st
 from rollouts import groups_of, policies, random_placement, tables
 
 from unirl.schedule.coordinator import AdaptivePacking, Assignment, Coordinator
-from unirl.schedule.cost import TokenCount
+from unirl.schedule.cost import RankCorrection, TokenCount
 from unirl.schedule.deques import CostDeques
 from unirl.schedule.policies import POLICIES, OwnerPolicy, RingPolicy, StealPolicy, policy_for
 from unirl.schedule.restore import restore_order
 from unirl.schedule.units import UnitTable, build_unit_table
+
+
+def cost_of_rows(table: UnitTable, unit_ids: Sequence[int]) -> float:
+    group = table.units[unit_ids[0]].group
+    return len(table.rows_of(unit_ids)) * table.per_row[group] + table.per_call[group]
 
 
 def run_to_the_end(
@@ -48,6 +54,9 @@ def run_to_the_end(
             held[rank].extend(assignment.unit_ids)
         elif (assignment := coordinator.pull(rank)) is not None:
             assert assignment.rank == rank
+            first = assignment.unit_ids[0]
+            assert assignment.unit_ids == tuple(range(first, first + len(assignment.unit_ids)))
+            assert assignment.cost == pytest.approx(cost_of_rows(table, assignment.unit_ids))
             running[rank] = assignment
         elif rng.random() < 0.5:
             delivered += held[rank]
@@ -129,6 +138,16 @@ def test_a_thief_takes_the_cheapest_unit_of_the_rank_with_most_queued_cost() -> 
     assert first is not None and first.unit_ids == (4,) and first.stolen
     assert second is not None and second.unit_ids == (2,)
     assert coordinator.num_stolen_units == 2
+
+
+def test_a_thief_knows_from_the_last_rollout_which_rank_is_slow() -> None:
+    """Equal queues, but rank 1 takes twice the time: the first thief already goes there."""
+    table = build_unit_table(groups_of([4] * 4, [0, 0, 1, 1], [1] * 4), TokenCount(), max_rows=1)
+    correction = RankCorrection(3)
+    for rank, seconds in enumerate((1.0, 2.0, 1.0)):
+        correction.update(rank, predicted=1.0, measured=seconds)
+    stolen = Coordinator(table, 3, StealPolicy(), correction=correction).pull(2)
+    assert stolen is not None and table.units[stolen.unit_ids[0]].owner == 1
 
 
 def test_one_round_trip_reports_and_pulls() -> None:

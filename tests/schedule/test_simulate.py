@@ -71,15 +71,20 @@ def test_adaptive_units_are_within_3_percent_of_the_ideal_over_random_placements
     assert statistics.mean(ratios) <= 1.03
 
 
-@pytest.mark.parametrize("per_call", [256.0, 2048.0])
-def test_adaptive_units_beat_single_rows_and_whole_groups_where_a_call_costs_something(
-    per_call: float,
-) -> None:
-    """A call costs a quarter of the smallest row, or two of them: neither extreme is right."""
+class BlindPacking(AdaptivePacking):
+    """Shrinks calls with the work that is left, and takes a call to cost nothing."""
+
+    def target_cost(self, unstarted_cost: float, num_ranks: int, per_call: float) -> float:
+        return super().target_cost(unstarted_cost, num_ranks, 0.0)
+
+
+@pytest.mark.parametrize("per_call", [1024.0, 8192.0])
+def test_adaptive_units_weigh_the_cost_of_a_call_against_the_tail(per_call: float) -> None:
+    """A call costs as much as the smallest row, or as eight: no fixed size is right, nor is guessing a size."""
 
     def mean_makespan(packing: AdaptivePacking | None, min_rows: int | None, max_rows: int) -> float:
         makespans = []
-        for seed in range(50):
+        for seed in range(100):
             table = build_unit_table(
                 random_placement(seed), GivenCost(per_call), max_rows=max_rows, min_rows=min_rows
             )
@@ -87,8 +92,9 @@ def test_adaptive_units_beat_single_rows_and_whole_groups_where_a_call_costs_som
         return statistics.mean(makespans)
 
     adaptive = mean_makespan(AdaptivePacking(ROWS), 1, ROWS)
-    assert adaptive < mean_makespan(None, None, 1)
-    assert adaptive < mean_makespan(None, None, ROWS)
+    assert adaptive < mean_makespan(BlindPacking(ROWS), 1, ROWS)
+    for unit_rows in (1, 4, ROWS):
+        assert adaptive < mean_makespan(None, None, unit_rows)
 
 
 @settings(max_examples=300, deadline=None)
