@@ -6,7 +6,6 @@ missing.
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 
 import torch
 
@@ -25,18 +24,15 @@ _KERNELS: dict[str, dict[str, str]] = {
 }
 
 
-@cache
-def has_triton() -> bool:
-    """Whether Triton can be imported (it is not imported to find out)."""
-    return importlib.util.find_spec("triton") is not None
+# Whether Triton can be imported; it is not imported to find out.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-@cache
 def why_unavailable(backend: str, device_type: str) -> str | None:
     """Return what ``backend`` lacks on a device type, or ``None``."""
     if backend == "native":
         return _native.why_missing(device_type)
-    if backend == "triton" and not has_triton():
+    if backend == "triton" and not HAS_TRITON:
         return "Triton is not installed; it comes with torch's GPU builds (pip install triton)"
     return None
 
