@@ -62,6 +62,8 @@ class ConsoleSink:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Prints the rollout's line; `step` is the rollout id, counted from 0."""
         evaluation = format_evaluation(step, metrics)
+        if evaluation:  # it came before the rollout's training
+            self.message(evaluation)
         if "reward" in metrics:
             done = step + 1
             self._tick()
@@ -72,8 +74,6 @@ class ConsoleSink:
                 self._progress.update(self._task, completed=done, left=_clock_text(left))
             else:
                 self.message(f"{line} | {_clock_text(left)} left")
-        if evaluation:
-            self.message(evaluation)
 
     def seconds_left(self, done: int) -> float:
         """The remaining rollouts times the median of the last few (the first one, with its start-up cost,
@@ -158,7 +158,7 @@ def format_evaluation(step: int, metrics: Mapping[str, Any]) -> str:
         return ""
     # A scorer that is the whole reward would be shown twice.
     names = [n for n in names if not _repeats_reward(metrics, n)]
-    names.sort(key=lambda name: (name != "eval/reward", name))
+    names.sort(key=lambda name: (name.count("/"), not name.endswith("/reward"), name))
     numbers = " ".join(f"{name[5:]} {_number(to_scalar(name, metrics[name]), '.3f')}" for name in names)
     version = f" (policy version {metrics['eval/version']})" if "eval/version" in metrics else ""
     return f"eval at {step}: {numbers}{version}"

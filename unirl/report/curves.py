@@ -47,7 +47,11 @@ def write_curves(run: RunFiles, path: Path) -> Path:
         axes.grid(True, alpha=0.3)
         labels = axes.get_legend_handles_labels()[1]
         if labels:
-            axes.legend(fontsize="small", framealpha=0.7, ncols=3 if len(labels) > 5 else 1)
+            axes.legend(
+                fontsize="x-small" if len(labels) > 4 else "small",
+                framealpha=0.7,
+                ncols=2 if len(labels) > 4 else 1,
+            )
     if not panels:
         figure.add_subplot(1, 1, 1).set_title("no metrics were logged")
     figure.savefig(path, dpi=110, facecolor="white")
@@ -59,12 +63,14 @@ def _panels(run: RunFiles) -> list[tuple[Callable[[Axes], None], Sequence[str]]]
     evaluated = [name for name in known if name.startswith("eval/") and name != "eval/version"]
     scored = {"reward", *_scorers(run)}
     in_unit = [n for n in evaluated if n.rsplit("/", 1)[1] in scored and _fits_unit_range(run, n)]
-    in_unit = [name for name in in_unit if not _repeats_reward(run, name)]
+    in_unit = [name for name in in_unit if not run.repeats_reward(name)]
     others = [
         name for name in evaluated if name.rsplit("/", 1)[1] not in scored or not _fits_unit_range(run, name)
     ]
     rewards = [name for name in ("reward",) if name in known] + in_unit
-    components = [name for name in known if name.startswith("reward/") and not name.endswith("_max")]
+    components = [
+        name for name in known if name.startswith("reward/") and name.removeprefix("reward/") in scored
+    ]
     parity = [name for name in _DISTANCES if name in known]
     clips = [name for name in ("clip", "clip_max") if name in known]
     norms = [name for name in ("gn", "gn_max") if name in known]
@@ -127,7 +133,7 @@ def _draw_phases(axes: Axes, run: RunFiles, names: Sequence[str]) -> None:
     step_times = run.series("perf/step_s")
     if step_times[0]:
         axes.plot(*step_times, color="black", linewidth=1.2, label="wall of a rollout")
-    axes.set_ylim(0, 1.35 * max([*bottom.values(), 1e-3]))  # room for the legend
+    axes.set_ylim(0, 1.5 * max([*bottom.values(), 1e-3]))  # room for the legend
     axes.set_ylabel("seconds")
     axes.set_title("seconds a phase (below their sum: overlapped)")
 
@@ -145,9 +151,3 @@ def _scorers(run: RunFiles) -> list[str]:
         entries = options.get("scorers") if isinstance(options, Mapping) else None
         names += [entry["name"] for entry in entries or () if isinstance(entry, Mapping) and "name" in entry]
     return names
-
-
-def _repeats_reward(run: RunFiles, name: str) -> bool:
-    """Whether a scorer is the whole reward, so that its curve would lie under the reward's."""
-    reward = name.rsplit("/", 1)[0] + "/reward"
-    return name != reward and run.series(name) == run.series(reward)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px so
 vertical-align: top; } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; } img {
 max-width: 100%; height: auto; background: #ffffff; border-radius: 4px; } img.pixels { image-rendering:
 pixelated; } .pair { display: flex; flex-wrap: wrap; gap: 1.5rem; } figure { margin: 0; flex: 1 1 24rem; }
-figcaption { font-weight: 600; } pre { background: var(--soft); padding: .8rem; overflow-x: auto;
+figcaption { font-weight: 600; } pre { background: var(--soft); padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere;
 border-radius: 4px; font-size: .85rem; } details > summary { cursor: pointer; color: var(--accent); }
 """
 
@@ -120,13 +119,15 @@ def _by_prompt(samples: SampleSet | None) -> str:
 
 
 def _environment(environment: Mapping[str, Any]) -> str:
-    return _table(
-        ("what", "value"),
-        [
-            (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-            for key, value in environment.items()
-        ],
-    )
+    rows: list[tuple[str, str]] = []
+    for name, value in environment.items():
+        if isinstance(value, Mapping):
+            rows += [(f"{name}: {part}", str(of)) for part, of in value.items()]
+        elif isinstance(value, list):
+            rows.append((name, ", ".join(map(str, value)) or "none"))
+        else:
+            rows.append((name, str(value)))
+    return _table(("what", "value"), rows, numbers=False)
 
 
 def _grids(grids: Sequence[tuple[str, Path]]) -> str:
@@ -146,18 +147,19 @@ def _section(title: str, body: str) -> str:
     return f"<section>\n<h2>{_escape(title)}</h2>\n{body}\n</section>" if body else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
     body = [
-        "<tr>" + "".join(_cell("td", text, index) for index, text in enumerate(row)) + "</tr>" for row in rows
+        "<tr>" + "".join(_cell("td", text, numbers and index > 0) for index, text in enumerate(row)) + "</tr>"
+        for row in rows
     ]
     if not body:
         return ""
-    titles = "".join(_cell("th", text, index) for index, text in enumerate(head))
+    titles = "".join(_cell("th", text, numbers and index > 0) for index, text in enumerate(head))
     return f'<div class="numbers"><table>\n<tr>{titles}</tr>\n' + "\n".join(body) + "\n</table></div>"
 
 
-def _cell(tag: str, text: str, index: int) -> str:
-    opening = f'<{tag} class="number">' if index else f"<{tag}>"
+def _cell(tag: str, text: str, number_column: bool) -> str:
+    opening = f'<{tag} class="number">' if number_column else f"<{tag}>"
     return f"{opening}{_escape(text)}</{tag}>"
 
 

@@ -53,6 +53,11 @@ class RunFiles:
                 values.append(float(value))
         return steps, values
 
+    def repeats_reward(self, name: str) -> bool:
+        """Whether `eval/.../<scorer>` is the whole reward of its set, so that showing both says nothing more."""
+        reward = name.rsplit("/", 1)[0] + "/reward"
+        return name != reward and self.series(name) == self.series(reward)
+
     def first_and_last(self, name: str) -> tuple[float, float]:
         """The first and the last finite value of a metric; NaN twice when it has none."""
         finite = [value for value in self.series(name)[1] if math.isfinite(value)]

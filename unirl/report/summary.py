@@ -59,8 +59,10 @@ class Summary:
 
 def summarise(run: RunFiles) -> Summary:
     """Reduces a run's metrics to a `Summary`."""
-    evaluated = [name for name in run.names() if name.startswith("eval/") and name != "eval/version"]
-    evaluated.sort(key=lambda name: (name != "eval/reward", name))
+    evaluated = [
+        n for n in run.names() if n.startswith("eval/") and n != "eval/version" and not run.repeats_reward(n)
+    ]
+    evaluated.sort(key=lambda name: (name.count("/"), not name.endswith("/reward"), name))
     numbers = tuple(BeforeAfter(name, *run.first_and_last(name)) for name in evaluated if run.series(name)[0])
     return Summary(
         num_rollouts=len(run.series("reward")[0]),
