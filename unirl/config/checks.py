@@ -37,7 +37,8 @@ def check(config: RunConfig, *, asynchronous: bool) -> None:
     if config.save_interval % config.weight_sync_interval:
         raise ValueError(
             f"save_interval is {config.save_interval} and weight_sync_interval {config.weight_sync_interval}: a checkpoint "
-            "is taken right after a push, when both slabs hold the same weights; make save_interval a multiple of weight_sync_interval"
+            "is taken right after a push, when both slabs hold the same weights; make save_interval a multiple of "
+            "weight_sync_interval"
         )
     if config.model.path is not None and not os.path.exists(config.model.path):
         raise ValueError(f"model.path {config.model.path!r} does not exist; change model.path")
@@ -92,12 +93,17 @@ def _layout(config: RunConfig, asynchronous: bool) -> None:
         raise ValueError(
             f"layout is {config.layout!r}; the async trainer needs layout: separate (two disjoint slabs)"
         )
-    if config.layout == "separate":
-        if config.num_devices < 2:
-            raise ValueError(
-                f"layout: separate needs num_devices of at least 2, one a slab; num_devices is {config.num_devices}"
-            )
-        config.slab_sizes()
+    if config.layout == "separate" and config.num_devices < 2:
+        raise ValueError(
+            f"layout: separate needs num_devices of at least 2, one a slab; num_devices is {config.num_devices}"
+        )
+    train_ranks, _ = config.slab_sizes()
+    rows = config.batch_size // config.stack.num_updates_per_batch * config.samples_per_prompt
+    if rows < train_ranks:
+        raise ValueError(
+            f"an update has {rows} rows, fewer rows than the {train_ranks} training ranks; raise batch_size or samples_per_prompt, "
+            "or lower stack.num_updates_per_batch, num_devices or train_fraction"
+        )
     if config.transport_kind == "colocate_store" and (
         config.layout != "separate" or config.max_inflight != 1
     ):
