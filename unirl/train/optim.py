@@ -29,7 +29,8 @@ class Optimizer:
     A master is float32 (float64 for float64 weights): the parameter itself where it is that already, else a
     copy from which the parameter is rounded after each step. Gradients of all masters lie in one flat buffer,
     `exchange`, so that ranks exchange them in one collective; behind them are `num_flags` numbers of the
-    caller's that travel with them.
+    caller's that travel with them, and which weights took part. A weight that took part on no rank (the text
+    head of a model that makes images) has no gradient, and so no weight decay either.
     """
 
     def __init__(
@@ -46,8 +47,11 @@ class Optimizer:
             raise ValueError(f"trained weights must all be float64 or none; got {sorted(map(str, wide))}")
         first = next(iter(self.masters.values()))
         num_values = sum(m.numel() for m in self.masters.values())
-        self.exchange = torch.zeros(num_values + num_flags, dtype=first.dtype, device=first.device)
-        self.flat_gradient, self.flags = self.exchange[:num_values], self.exchange[num_values:]
+        num_all = num_values + num_flags + len(self.masters)
+        self.exchange = torch.zeros(num_all, dtype=first.dtype, device=first.device)
+        self.flat_gradient = self.exchange[:num_values]
+        self.flags = self.exchange[num_values : num_values + num_flags]
+        self._touched = self.exchange[num_values + num_flags :]
         self._slices: dict[str, torch.Tensor] = {}
         start = 0
         for name, master in self.masters.items():
@@ -72,9 +76,10 @@ class Optimizer:
         """Adds the parameters' gradients to the flat buffer, in the masters' dtype, and frees them. Call
         after every micro-batch.
         """
-        for name, parameter in self.parameters.items():
+        for i, (name, parameter) in enumerate(self.parameters.items()):
             if parameter.grad is not None:
                 self._slices[name].add_(parameter.grad)
+                self._touched[i] = 1.0
                 parameter.grad = None
 
     def learning_rate(self) -> float:
@@ -99,8 +104,8 @@ class Optimizer:
             return StepReport(norm, lr, True)
         if norm > self.config.max_grad_norm:
             self.flat_gradient.mul_(self.config.max_grad_norm / norm)
-        for name, master in self.masters.items():
-            master.grad = self._slices[name]
+        for (name, master), touched in zip(self.masters.items(), self._touched.tolist(), strict=True):
+            master.grad = self._slices[name] if touched else None
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
