@@ -43,11 +43,11 @@ def group_advantages(
         if live[i]:
             members.setdefault(group if scope == "group" else "", []).append(i)
     for rows in members.values():
-        group = values[rows]
-        if len(rows) < 2 or group.max() == group.min():
+        members_rewards = values[rows]
+        if len(rows) < 2 or members_rewards.max() == members_rewards.min():
             continue
-        std = batch_std if use_global_std else group.std(correction=0)
-        result[rows] = (group - group.mean()) / (std + EPSILON)
+        std = batch_std if use_global_std else members_rewards.std(correction=0)
+        result[rows] = (members_rewards - members_rewards.mean()) / (std + EPSILON)
     return result
 
 

@@ -35,7 +35,7 @@ class Canvas(NamedTuple):
 
 def check_canvases(
     ids: Sequence[str], canvases: Sequence[Canvas], bound: Canvas, *, pixel_stride: int, max_side: int
-):
+) -> None:
     """Raises `ValueError` naming row, canvas and bound.
 
     Args:
