@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from unirl.config import RunConfig
-from unirl.models.bagel import PRESETS, Bagel, BagelConfig, BagelStage, preset
+from unirl.models.bagel import PRESETS, Bagel, BagelConfig, BagelStage, check_weights, preset
 from unirl.train.trainable import prepare
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -50,8 +50,7 @@ def model_config(config: RunConfig) -> BagelConfig:
 
 
 def model_limits(config: RunConfig) -> ModelLimits:
-    """Limits of the recipe's model; checks that its weights are where the recipe says."""
-    weights_folder(config)
+    """Limits of the recipe's model."""
     dimensions = model_config(config)
     language = dimensions.language
     attention = (
@@ -68,6 +67,19 @@ def model_limits(config: RunConfig) -> ModelLimits:
         hidden_size=language.hidden_size,
         intermediate_size=language.intermediate_size,
     )
+
+
+def check_model(config: RunConfig) -> None:
+    """Raises `ValueError` when the weights are not there or are another model's. Reads file headers only."""
+    with torch.device("meta"):
+        model = Bagel(model_config(config))
+    folder = weights_folder(config)
+    try:
+        check_weights(model, folder)
+    except ValueError as error:
+        raise ValueError(
+            f"model.path and model.preset {config.model.preset!r} do not go together: {error}"
+        ) from None
 
 
 def build_model(config: RunConfig, *, rollout_only: bool = False) -> tuple[Bagel, BagelStage]:

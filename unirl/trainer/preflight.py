@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from unirl.config import RunConfig, check
-from unirl.distributed.models import model_limits
+from unirl.distributed.models import check_model, model_limits
 from unirl.metrics import check_sinks
 from unirl.reward import check_scorers
 from unirl.reward.set_metrics import check_set_metrics
@@ -36,6 +36,7 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
     check_scorers(config.eval.scorers, "eval.scorers")
     check_set_metrics(config.eval.set_metrics)
     check_sinks(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
+    check_model(config)
     requests = Requests(config)
     limits = model_limits(config)
     requests.check_canvases(pixel_stride=limits.pixel_stride, max_side=limits.max_side)

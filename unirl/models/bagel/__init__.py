@@ -7,7 +7,7 @@ from unirl.models.bagel.guidance import Guidance
 from unirl.models.bagel.layout import Layout, plan_layout
 from unirl.models.bagel.model import Bagel
 from unirl.models.bagel.stage import BagelStage
-from unirl.models.bagel.weights import load_model, load_weights, save_model, save_weights
+from unirl.models.bagel.weights import check_weights, load_model, load_weights, save_model, save_weights
 
 __all__ = [
     "PRESETS",
@@ -20,6 +20,7 @@ __all__ = [
     "Layout",
     "SourceImage",
     "build_contexts",
+    "check_weights",
     "load_model",
     "load_weights",
     "plan_layout",

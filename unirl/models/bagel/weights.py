@@ -62,6 +62,16 @@ def save_weights(
     return written
 
 
+def check_weights(module: nn.Module, path: str | Path) -> None:
+    """Whether the tensors at ``path`` are those of ``module``, by the files' headers alone; ``module`` may be on meta.
+
+    Raises:
+        ValueError: a missing file, an unreadable one, or tensors that are missing, unexpected or of another shape;
+            the message names the path and the tensors.
+    """
+    _tensor_files(module, Path(path))
+
+
 def load_weights(
     module: nn.Module,
     path: str | Path,
@@ -77,16 +87,25 @@ def load_weights(
         dtype: dtype of created parameters, by default the file's.
 
     Raises:
-        ValueError: a missing file, an unreadable one, or tensors that are missing, unexpected or of another
-            shape; the message names the path and the tensors.
+        ValueError: as :func:`check_weights`.
     """
-    files = _weight_files(Path(path))
+    found = _tensor_files(module, Path(path))
+    parameters = dict(module.named_parameters())
+    for file in dict.fromkeys(found.values()):
+        with _opened(file) as handle:
+            for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if found[name] == file:
+                    _install(module, name, parameters[name], handle.get_tensor(name), device, dtype)
+
+
+def _tensor_files(module: nn.Module, path: Path) -> dict[str, Path]:
+    """Which file holds which tensor, after checking names and shapes against the module's."""
     parameters = dict(module.named_parameters())
     found: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in _weight_files(path):
         with _opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+            for name in handle.keys():  # noqa: SIM118
                 found[name] = file
                 shapes[name] = tuple(handle.get_slice(name).get_shape())
     problems = [
@@ -105,11 +124,7 @@ def load_weights(
         raise ValueError(
             f"{path} does not fit the model: {'; '.join(problem for problem in problems if problem)}"
         )
-    for file in files:
-        with _opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118
-                if found[name] == file:
-                    _install(module, name, parameters[name], handle.get_tensor(name), device, dtype)
+    return found
 
 
 def load_model(

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a recipe or its files is said before anything starts, and the run directory stays as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipes import recipe
+from safetensors.torch import load_file, save_file
+
+from unirl.config import to_plain
+from unirl.entry import EXIT_WRONG_INPUT, run_recipe
+from unirl.trainer.diffusion import DiffusionTrainer
+
+
+def refused(base: Path, run_dir: Path, message: str, **changes: Any) -> None:
+    import ray
+
+    alive = ray.is_initialized()
+    with pytest.raises(ValueError, match=message):
+        DiffusionTrainer(recipe(base, run_dir, **changes))
+    assert ray.is_initialized() == alive
+    assert not run_dir.exists()
+
+
+def test_a_missing_weight_file_names_the_path_and_the_setting(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(empty, tmp_path / "run", rf"model\.path.*{empty}")
+
+
+def test_weights_of_another_model_are_found_by_their_shapes(random_base: Path, tmp_path: Path) -> None:
+    tensors = load_file(random_base / "model.safetensors")
+    name = "language_model.model.norm.weight"
+    folder = tmp_path / "other"
+    folder.mkdir()
+    save_file(tensors | {name: tensors[name][:-1].clone()}, folder / "model.safetensors")
+    refused(folder, tmp_path / "run", rf"model\.preset 'bagel-digits'.*{name} \(file \[63\], model \[64\]\)")
+
+
+def test_an_unreadable_dataset_row_names_file_and_line(random_base: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a three"}\n{"prompt": 3}\n')
+    refused(
+        random_base, tmp_path / "run", r"rows\.jsonl, line 2: prompt is 3", data__train={"path": str(rows)}
+    )
+
+
+def test_an_unsupported_canvas_names_row_canvas_and_bound(random_base: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a three"}\n{"prompt": "a four", "metadata": {"canvas": [16, 16]}}\n')
+    refused(
+        random_base,
+        tmp_path / "run",
+        r"rows\.jsonl, row 2.*canvas \[16, 16\] has 64 tokens.*\[8, 8\] has 16",
+        data__train={"path": str(rows)},
+    )
+
+
+def test_an_unknown_scorer_suggests_the_nearest(random_base: Path, tmp_path: Path) -> None:
+    refused(
+        random_base,
+        tmp_path / "run",
+        "did you mean 'jpeg_compressibility'",
+        reward={"scorers": [{"name": "jpeg_compresibility"}]},
+    )
+
+
+def test_reward_weights_that_are_missing_name_path_and_setting(random_base: Path, tmp_path: Path) -> None:
+    scorer = {"name": "digit_probability", "options": {"weights": "/nowhere/scorer.safetensors"}}
+    refused(random_base, tmp_path / "run", r"/nowhere/scorer\.safetensors", reward={"scorers": [scorer]})
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(random_base: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ValueError, match=r"already holds a run.*resume: auto"):
+        DiffusionTrainer(recipe(random_base, run_dir))
+    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_wrong_recipe_ends_with_its_own_exit_code_and_one_message(
+    random_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = to_plain(recipe(random_base, tmp_path / "run")) | {"num_rolouts": 3}
+    assert run_recipe(plain, DiffusionTrainer) == EXIT_WRONG_INPUT
+    assert "did you mean 'num_rollouts'" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_plan_and_recipe_and_writes_nothing(
+    random_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe(random_base, tmp_path / "run", dry_run=True)
+    assert run_recipe(to_plain(config), DiffusionTrainer) == 0
+    printed = capsys.readouterr().out
+    assert "3 rollouts of 2 prompts x 4 siblings = 8 rows" in printed.splitlines()[0]
+    assert "num_rollouts: 3" in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits_sync", "digits_separate", "digits_async", "digits_mixed"])
+def test_every_recipe_composes_and_passes_its_checks(name: str) -> None:
+    entry = "train_diffusion" if name in ("digits_sync", "digits_separate") else "train_async_diffusion"
+    command = [
+        sys.executable,
+        "-m",
+        f"unirl.{entry}",
+        f"--config-name=diffusion/digits/{name}",
+        "dry_run=true",
+    ]
+    done = subprocess.run([*command, "run_dir=/tmp/never_made"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    resolved = subprocess.run(
+        [*command, "--cfg", "job", "--resolve"], capture_output=True, text=True, timeout=120
+    )
+    assert resolved.returncode == 0 and "clip_range: 0.005" in resolved.stdout
