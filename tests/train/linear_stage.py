@@ -57,7 +57,11 @@ class LinearStage:
         for row, canvas in enumerate(part.canvases()):
             one = [part.ids[row]]
             x = keyed_normal(
-                (1, canvas.tokens(1), CHANNELS), seed=7, row_keys=params.noise.initial_keys(one), step=0, dtype=dtype
+                (1, canvas.tokens(1), CHANNELS),
+                seed=7,
+                row_keys=params.noise.initial_keys(one),
+                step=0,
+                dtype=dtype,
             )
             stored = {0: x}
             for step in range(params.num_inference_steps):
@@ -125,7 +129,9 @@ class LinearStage:
         return sides + len(part.prompts[0])
 
     def layout_fields(self, part: Part) -> list[dict[str, int]]:
-        return [{"height": c.height, "width": c.width, "prompt": len(part.prompts[0])} for c in part.canvases()]
+        return [
+            {"height": c.height, "width": c.width, "prompt": len(part.prompts[0])} for c in part.canvases()
+        ]
 
 
 @dataclasses.dataclass
@@ -148,7 +154,9 @@ def recipe(**sections: object) -> RunConfig:
 
 def prompts(num_groups: int, siblings: int, canvases: tuple[tuple[int, int], ...] = ((2, 2),)) -> Part:
     """Rows to be sampled: group g has canvas g modulo the number of canvases, and three trained steps of five."""
-    params = SamplingParams(height=4, width=4, num_inference_steps=5, eta=0.7, rule="flow", noise=NoiseRecipe(7))
+    params = SamplingParams(
+        height=4, width=4, num_inference_steps=5, eta=0.7, rule="flow", noise=NoiseRecipe(7)
+    )
     ids = tuple(f"r0.p{g}/{s}" for g in range(num_groups) for s in range(siblings))
     canvas = [list(canvases[g % len(canvases)]) for g in range(num_groups) for _ in range(siblings)]
     return Part(
