@@ -17,14 +17,21 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 SOURCE = Path(__file__).resolve().parent / "csrc"
+RECIPES = Path(__file__).resolve().parent / "examples" / "diffusion"
 
 
 def find_nvcc() -> str | None:
     """Return the path of nvcc: CUDACXX, then CUDA_HOME, PATH and /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    candidates = [os.environ.get("CUDACXX"), f"{home}/bin/nvcc" if home else None, "nvcc", "/usr/local/cuda/bin/nvcc"]
+    candidates = [
+        os.environ.get("CUDACXX"),
+        f"{home}/bin/nvcc" if home else None,
+        "nvcc",
+        "/usr/local/cuda/bin/nvcc",
+    ]
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
@@ -36,10 +43,27 @@ def cuda_options() -> list[str]:
     nvcc = None if wanted == "0" else find_nvcc()
     if nvcc is None:
         if wanted == "1":
-            raise SystemExit("UNIRL_BUILD_CUDA=1, but nvcc is not found: set CUDACXX or CUDA_HOME, or use 0 or auto")
+            raise SystemExit(
+                "UNIRL_BUILD_CUDA=1, but nvcc is not found: set CUDACXX or CUDA_HOME, or use 0 or auto"
+            )
         return ["-DUNIRL_WITH_CUDA=OFF"]
     archs = os.environ.get("UNIRL_CUDA_ARCHS", "90a;90+PTX")
     return ["-DUNIRL_WITH_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DUNIRL_CUDA_ARCHS={archs}"]
+
+
+class BuildWithRecipes(build_py):
+    """Takes the recipes along, as ``unirl/recipes``: an installed package has no ``examples`` folder beside it."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "unirl" / "recipes" / "diffusion"
+            shutil.copytree(
+                RECIPES,
+                target,
+                dirs_exist_ok=True,
+                ignore=lambda _, names: [n for n in names if n.endswith(".py")],
+            )
 
 
 class CMakeBuild(build_ext):
@@ -78,4 +102,7 @@ class CMakeBuild(build_ext):
         os.replace(fresh, target)
 
 
-setup(ext_modules=[Extension("unirl._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("unirl._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "build_py": BuildWithRecipes},
+)
