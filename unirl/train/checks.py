@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,8 @@ from unirl.parity import (
     compare,
     mismatching_rows,
 )
-from unirl.protocols import Replay, Stage
-from unirl.types import Part
+from unirl.protocols import Replay
+from unirl.types import LayoutRecord, Part
 
 NUM_FLAGS = 2
 """Numbers that ranks exchange with their gradients: rows laid out differently, breaches of the ratio guard.
@@ -32,11 +33,10 @@ class ReplayChecks:
     own movement.
     """
 
-    def __init__(self, stage: Stage, guard: RatioGuard, *, require_fingerprint: bool) -> None:
-        self._stage = stage
+    def __init__(self, guard: RatioGuard, *, require_fingerprint: bool) -> None:
         self._guard = guard
         self._require = require_fingerprint
-        self._layouts: list[tuple[Part, torch.Tensor, torch.Tensor]] = []
+        self._layouts: list[_SeenLayout] = []
         self._parity: list[tuple[list[str], list[str], torch.Tensor]] = []
         self._drift: list[torch.Tensor] = []
         self._judged = 0
@@ -51,8 +51,16 @@ class ReplayChecks:
         if micro.fingerprints is None or replay.fingerprints is None:
             compare(micro.fingerprints, replay.fingerprints, micro.ids, require=self._require)
         else:
+            different = mismatching_rows(micro.fingerprints, replay.fingerprints)
             self._layouts.append(
-                (micro, replay.fingerprints, mismatching_rows(micro.fingerprints, replay.fingerprints))
+                _SeenLayout(
+                    micro.ids,
+                    micro.fingerprints,
+                    replay.fingerprints,
+                    micro.layouts,
+                    replay.layouts,
+                    different,
+                )
             )
 
     def see_parity(
@@ -76,7 +84,7 @@ class ReplayChecks:
         """This rank's (rows laid out differently, guard breaches that are errors) among what was not judged
         yet.
         """
-        wrong = sum(int(different.sum()) for *_, different in self._layouts)
+        wrong = sum(int(seen.different.sum()) for seen in self._layouts)
         drifts = [
             RowDrift(row_id, canvas, *pair)
             for ids, canvases, values in self._parity[self._judged :]
@@ -95,9 +103,15 @@ class ReplayChecks:
     def raise_if_any(self, wrong_rows: int, breaches: int) -> None:
         """Raises on every rank when any rank has found something. The numbers are sums of `flags` over ranks."""
         if wrong_rows:
-            for micro, trainer, different in self._layouts:
-                if bool(different.any()):
-                    self._raise_layout(micro, trainer)
+            for seen in self._layouts:
+                if bool(seen.different.any()):
+                    compare(
+                        seen.worker,
+                        seen.trainer,
+                        seen.ids,
+                        worker_fields=_fields(seen.worker_layouts),
+                        trainer_fields=_fields(seen.trainer_layouts),
+                    )
             raise LayoutMismatch(
                 f"{wrong_rows} rows on other training ranks were laid out differently by the rollout worker",
                 [],
@@ -109,16 +123,6 @@ class ReplayChecks:
             )
             raise RatioMismatch(f"{own} (stack.first_update_ratio_action: raise)")
         self._layouts.clear()
-
-    def _raise_layout(self, micro: Part, trainer: torch.Tensor) -> None:
-        try:
-            compare(micro.fingerprints, trainer, micro.ids)
-        except LayoutMismatch as error:
-            describe = getattr(self._stage, "layout_fields", None)
-            if describe is None:
-                raise
-            own = dict(zip(micro.ids, describe(micro), strict=True))
-            raise LayoutMismatch(str(error), error.ids, {row: own[row] for row in error.ids}) from None
 
     def report(self, metrics: Aggregate) -> None:
         """Maxima over rows: `parity/*`, also by canvas, and `async/drift_*`."""
@@ -133,6 +137,22 @@ class ReplayChecks:
         if moved:
             share = sum(d.abs_ratio_minus_one > self._guard.clip_range for d in moved) / len(moved)
             metrics.mean({"async/drift_beyond_clip": share}, len(moved))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SeenLayout:
+    """What there is to say about one replay's layouts; the replay itself, with its graph, is not kept."""
+
+    ids: tuple[str, ...]
+    worker: torch.Tensor
+    trainer: torch.Tensor
+    worker_layouts: tuple[LayoutRecord, ...] | None
+    trainer_layouts: tuple[LayoutRecord, ...] | None
+    different: torch.Tensor
+
+
+def _fields(layouts: Sequence[LayoutRecord] | None) -> list[dict[str, list[int]]] | None:
+    return None if layouts is None else [layout.fields() for layout in layouts]
 
 
 def _row_max(replayed: torch.Tensor, stored: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -30,7 +30,7 @@ def inject(model: torch.nn.Module, config: LoraConfig, *, seed: int) -> None:
     """Puts the adapter into `model` and leaves nothing else trainable.
 
     A is drawn from `seed` alone (the process's random state is neither used nor moved), B is 0, so the model
-    computes what it did. Both are float32 whatever the model's dtype is: steps of 1e-4 of a weight vanish in
+    computes what it did. Both are float32 (float64 for float64 weights): steps of 1e-4 of a weight vanish in
     bfloat16.
 
     Raises:
@@ -60,7 +60,8 @@ def inject(model: torch.nn.Module, config: LoraConfig, *, seed: int) -> None:
         parameter.requires_grad_(False)
     for layer in lora_layers(model).values():
         for factor in (layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]):
-            factor.weight.data = factor.weight.data.float()
+            if factor.weight.dtype is not torch.float64:
+                factor.weight.data = factor.weight.data.float()
             factor.weight.requires_grad_(True)
 
 

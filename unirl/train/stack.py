@@ -104,9 +104,7 @@ class TrainStack:
             ValueError: rows that lack a column, or generating weights that are no longer kept.
         """
         self._check(part, plan)
-        checks = ReplayChecks(
-            self.stage, self.guard, require_fingerprint=self.config.parity.require_fingerprint
-        )
+        checks = ReplayChecks(self.guard, require_fingerprint=self.config.parity.require_fingerprint)
         metrics = Aggregate()
         begin = time.perf_counter()
         with torch.no_grad():
