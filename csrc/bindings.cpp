@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <tuple>
 
 #include "cpu/digest.h"
@@ -13,6 +14,7 @@
 #ifdef UNIRL_WITH_CUDA
 #include "cuda/digest.h"
 #include "cuda/packing.h"
+#include "cuda/sibling_prefix_attention.h"
 #endif
 
 namespace py = pybind11;
@@ -31,6 +33,9 @@ using DigestTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
 // Addresses of sigma, sigma_next, sigma_max, noise_level, lengths, and the rule.
 using StepTuple = std::tuple<Address, Address, Address, Address, Address, int>;
 using ShapeTuple = std::tuple<int64_t, int64_t, int64_t>;
+
+// (address, row stride, head stride, token stride) of [rows, heads, tokens, head size] in elements.
+using HeadedTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
 
 template <typename T>
 T* pointer(Address address) {
@@ -236,6 +241,23 @@ PYBIND11_MODULE(_C, m) {
          Address stream) {
         unirl::cuda::layout_digest(pointer<const int64_t>(values), num_rows, row_size, stride,
                                    pointer<const int64_t>(offsets), pointer<int64_t>(out), pointer<void>(stream));
+      },
+      no_gil);
+
+  // tensors: query, key, value, prefix_key, prefix_value, out; sizes: N, G, Hq, Hk, L, P, D.
+  m.def(
+      "cuda_sibling_attention_forward",
+      [](const std::array<HeadedTuple, 6>& tensors, Address lse, Address prefix_lengths,
+         const std::array<int64_t, 7>& sizes, bool float16, float scale, Address stream) {
+        const auto tensor = [&](int i) {
+          const auto& [address, row, head, token] = tensors[i];
+          return unirl::cuda::HeadedTensor{pointer<const void>(address), row, head, token};
+        };
+        unirl::cuda::sibling_attention_forward(
+            {tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), pointer<float>(lse),
+             pointer<const int64_t>(prefix_lengths), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+             sizes[6], float16, scale},
+            pointer<void>(stream));
       },
       no_gil);
 

@@ -39,9 +39,10 @@ Row<T> make_row(const GuidanceInputs& in, int64_t index) {
   return row;
 }
 
-// One block of a row: its three inputs and what is made of them; zero past `count`.
+// One block of a row: its three inputs and what is made of them; zero past the real elements, up to `size`.
 template <typename T>
 struct Block {
+  int64_t size;
   T cond[kBlock], text[kBlock], image[kBlock];
   T after_text[kBlock];  // u + s (v - u)
   T guided[kBlock];      // after the image guidance, before a global or channel factor
@@ -49,11 +50,12 @@ struct Block {
 
 template <typename T>
 UNIRL_INLINE void load_inputs(const Row<T>& row, int64_t first, int64_t count, Block<T>* block) {
-  for (int64_t i = count; i < kBlock; ++i) block->cond[i] = block->text[i] = block->image[i] = T{0};
+  block->size = padded_size(count);
+  for (int64_t i = count; i < block->size; ++i) block->cond[i] = block->text[i] = block->image[i] = T{0};
   load_block(row.cond, row.cond_dtype, first, count, block->cond);
   if (row.text) load_block(row.text, row.text_dtype, first, count, block->text);
   if (row.image) load_block(row.image, row.image_dtype, first, count, block->image);
-  for (int64_t i = 0; i < kBlock; ++i) {
+  for (int64_t i = 0; i < block->size; ++i) {
     block->after_text[i] =
         row.text ? block->text[i] + row.text_scale * (block->cond[i] - block->text[i]) : block->cond[i];
   }
@@ -62,17 +64,17 @@ UNIRL_INLINE void load_inputs(const Row<T>& row, int64_t first, int64_t count, B
 // `factor` is that of text_channel, 1 otherwise.
 template <typename T>
 UNIRL_INLINE void apply_image(const Row<T>& row, T factor, Block<T>* block) {
-  for (int64_t i = 0; i < kBlock; ++i) {
+  for (int64_t i = 0; i < block->size; ++i) {
     const T text = row.renorm == Renorm::kTextChannel ? block->after_text[i] * factor : block->after_text[i];
     block->guided[i] = row.image ? block->image[i] + row.image_scale * (text - block->image[i]) : text;
   }
 }
 
 template <typename T>
-UNIRL_INLINE double sum_of_products(const T* left, const T* right) {
+UNIRL_INLINE double sum_of_products(const T* left, const T* right, int64_t size) {
   T products[kBlock];
-  for (int64_t i = 0; i < kBlock; ++i) products[i] = left[i] * right[i];
-  return static_cast<double>(sum_block(products));
+  for (int64_t i = 0; i < size; ++i) products[i] = left[i] * right[i];
+  return static_cast<double>(sum_block(products, size));
 }
 
 // A stretch of a row with one factor: a token, or the whole row.
@@ -101,8 +103,8 @@ UNIRL_INLINE Norms<T> segment_norms(const Row<T>& row, const Segment& segment) {
     load_inputs(row, segment.first + start, std::min(kBlock, segment.size - start), &block);
     if (row.renorm != Renorm::kTextChannel) apply_image(row, T{1}, &block);
     const T* target = row.renorm == Renorm::kTextChannel ? block.after_text : block.guided;
-    plain.add(sum_of_products(block.cond, block.cond));
-    scaled.add(sum_of_products(target, target));
+    plain.add(sum_of_products(block.cond, block.cond, block.size));
+    scaled.add(sum_of_products(target, target, block.size));
   }
   Norms<T> norms;
   norms.plain = norm_of<T>(plain.total());
@@ -122,7 +124,7 @@ UNIRL_INLINE void forward_segment(const Row<T>& row, const Segment& segment, voi
     load_inputs(row, segment.first + start, count, &block);
     apply_image(row, factor, &block);
     if (scaled && row.renorm != Renorm::kTextChannel) {
-      for (int64_t i = 0; i < kBlock; ++i) block.guided[i] = block.guided[i] * factor;
+      for (int64_t i = 0; i < block.size; ++i) block.guided[i] = block.guided[i] * factor;
     }
     store_block(out, dtype, segment.first + start, count, block.guided);
   }
@@ -152,12 +154,12 @@ UNIRL_INLINE void backward_segment(const Row<T>& row, const Segment& segment, co
       const int64_t count = std::min(kBlock, segment.size - start);
       load_inputs(row, segment.first + start, count, &block);
       apply_image(row, norms.factor, &block);
-      for (int64_t i = count; i < kBlock; ++i) grad[i] = T{0};
+      for (int64_t i = count; i < block.size; ++i) grad[i] = T{0};
       load_block(grad_out, grad_dtype, segment.first + start, count, grad);
       if (text_channel && row.image) {
-        for (int64_t i = 0; i < kBlock; ++i) grad[i] = row.image_scale * grad[i];
+        for (int64_t i = 0; i < block.size; ++i) grad[i] = row.image_scale * grad[i];
       }
-      dot.add(sum_of_products(grad, text_channel ? block.after_text : block.guided));
+      dot.add(sum_of_products(grad, text_channel ? block.after_text : block.guided, block.size));
     }
     // The factor moves only strictly between its bounds (and at them, as torch.clamp has it).
     if (norms.ratio >= row.renorm_min && norms.ratio <= T{1}) {
@@ -172,10 +174,10 @@ UNIRL_INLINE void backward_segment(const Row<T>& row, const Segment& segment, co
     const int64_t count = std::min(kBlock, segment.size - start);
     load_inputs(row, first, count, &block);
     apply_image(row, norms.factor, &block);
-    for (int64_t i = count; i < kBlock; ++i) grad[i] = T{0};
+    for (int64_t i = count; i < block.size; ++i) grad[i] = T{0};
     load_block(grad_out, grad_dtype, first, count, grad);
     T grad_text[kBlock], grad_image[kBlock];
-    for (int64_t i = 0; i < kBlock; ++i) {
+    for (int64_t i = 0; i < block.size; ++i) {
       T upstream = grad[i];
       if (scaled && !text_channel) upstream = norms.factor * upstream + scaled_gradient * block.guided[i];
       grad_image[i] = row.image ? (T{1} - row.image_scale) * upstream : T{0};

@@ -18,13 +18,16 @@ UNIRL_INLINE uint64_t mix64(uint64_t value) {
 
 UNIRL_INLINE uint64_t noise_key(uint64_t seed, uint64_t row_key) { return mix64(mix64(seed) ^ row_key); }
 
-// ln((word + 1/2) / 2^32), by exponent and mantissa in [2/3, 4/3) and an atanh series.
+// ln((word + 1/2) / 2^32), by exponent and mantissa in [2/3, 4/3) and an atanh series. Above 2/3 the series starts from
+// the distance to 1, which keeps its digits where the uniform itself rounds to 1.
 UNIRL_INLINE float log_of_uniform(uint32_t word) {
   const float uniform = (static_cast<float>(word) + 0.5f) * (1.0f / 4294967296.0f);
   const int32_t bits = static_cast<int32_t>(float_to_bits(uniform));
   const int32_t exponent = (bits - 0x3F2AAAAB) >> 23;
   const float mantissa = bits_to_float(static_cast<uint32_t>(bits) - (static_cast<uint32_t>(exponent) << 23));
-  const float ratio = (mantissa - 1.0f) / (mantissa + 1.0f);
+  const float distance = (static_cast<float>(~word) + 0.5f) * (1.0f / 4294967296.0f);
+  const bool near_one = exponent == 0;
+  const float ratio = (near_one ? -distance : mantissa - 1.0f) / (near_one ? 2.0f - distance : mantissa + 1.0f);
   const float square = ratio * ratio;
   float series = static_cast<float>(2.0 / 11);
   series = series * square + static_cast<float>(2.0 / 9);

@@ -10,12 +10,15 @@ namespace unirl {
 
 constexpr int64_t kLanes = 16;
 
-// Sum of a full block of kBlock values (the caller fills a short one with zeros).
+// A short block's size, rounded up to whole lanes: what has to be filled with zeros before it is summed.
+UNIRL_INLINE int64_t padded_size(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// Sum of the first `size` values of a block, `size` a positive multiple of kLanes.
 template <typename T>
-UNIRL_INLINE T sum_block(const T* values) {
+UNIRL_INLINE T sum_block(const T* values, int64_t size = kBlock) {
   T lanes[kLanes];
   for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = values[lane];
-  for (int64_t step = 1; step < kBlock / kLanes; ++step) {
+  for (int64_t step = 1; step < size / kLanes; ++step) {
     for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = lanes[lane] + values[step * kLanes + lane];
   }
   for (int64_t half = kLanes / 2; half > 0; half /= 2) {

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace unirl::hopper {
+namespace unirl::cuda::hopper {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -35,18 +35,6 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive on the barrier at the same shared address in block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -59,31 +47,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-}
-
-// The same for a barrier on which other blocks of the cluster arrive.
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // ---- named barriers of one block -------------------------------------------------------------------------------
@@ -122,17 +85,6 @@ __device__ __forceinline__ void copy_to_shared(const CUtensorMap& map, uint32_t 
       : "memory");
 }
 
-// The same bytes to the same address in every block of `blocks`, each block's own barrier counting them.
-__device__ __forceinline__ void copy_to_cluster(const CUtensorMap& map, uint32_t target, uint32_t barrier,
-                                                const Box& at, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),
-      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(at.x0), "r"(at.x1), "r"(at.x2), "r"(at.x3),
-      "r"(at.x4), "h"(blocks)
-      : "memory");
-}
-
 __device__ __forceinline__ void copy_from_shared(const CUtensorMap& map, uint32_t source, const Box& at) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
@@ -152,10 +104,6 @@ __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.bulk.wa
 
 __device__ __forceinline__ void fence_shared_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
 
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
@@ -210,17 +158,14 @@ __device__ __forceinline__ void pin(T (&registers)[kCount]) {
   UNIRL_REGISTERS_32 ", " UNIRL_R8(32, 33, 34, 35, 36, 37, 38, 39) ", " UNIRL_R8(                 \
       40, 41, 42, 43, 44, 45, 46, 47) ", " UNIRL_R8(48, 49, 50, 51, 52, 53, 54, 55) ", " UNIRL_R8(\
       56, 57, 58, 59, 60, 61, 62, 63)
-#define UNIRL_REGISTERS_80 \
-  UNIRL_REGISTERS_64 ", " UNIRL_R8(64, 65, 66, 67, 68, 69, 70, 71) ", " UNIRL_R8(72, 73, 74, 75, 76, 77, 78, 79)
-#define UNIRL_REGISTERS_88 UNIRL_REGISTERS_80 ", " UNIRL_R8(80, 81, 82, 83, 84, 85, 86, 87)
+#define UNIRL_REGISTERS_72 UNIRL_REGISTERS_64 ", " UNIRL_R8(64, 65, 66, 67, 68, 69, 70, 71)
 
 #define UNIRL_D8(i)                                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define UNIRL_ACCUMULATORS_32 UNIRL_D8(0), UNIRL_D8(8), UNIRL_D8(16), UNIRL_D8(24)
 #define UNIRL_ACCUMULATORS_64 UNIRL_ACCUMULATORS_32, UNIRL_D8(32), UNIRL_D8(40), UNIRL_D8(48), UNIRL_D8(56)
-#define UNIRL_ACCUMULATORS_80 UNIRL_ACCUMULATORS_64, UNIRL_D8(64), UNIRL_D8(72)
-#define UNIRL_ACCUMULATORS_88 UNIRL_ACCUMULATORS_80, UNIRL_D8(80)
+#define UNIRL_ACCUMULATORS_72 UNIRL_ACCUMULATORS_64, UNIRL_D8(64)
 
 // d[64 x columns] (+)= a b, both operands in shared memory, both with the reduction along their columns.
 #define UNIRL_PRODUCT_SHARED(columns, type, count, a_operand, b_operand, p_operand)                             \
@@ -242,13 +187,11 @@ __device__ __forceinline__ void pin(T (&registers)[kCount]) {
 template <typename Element, int kCount>
 __device__ __forceinline__ void product_shared(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
   constexpr bool kBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
-  static_assert(kCount == 64 || kCount == 80 || kCount == 88);
+  static_assert(kCount == 64 || kCount == 72);
   if constexpr (kCount == 64 && kBfloat16) UNIRL_PRODUCT_SHARED(128, "bf16", 64, "%64", "%65", "%66");
   if constexpr (kCount == 64 && !kBfloat16) UNIRL_PRODUCT_SHARED(128, "f16", 64, "%64", "%65", "%66");
-  if constexpr (kCount == 80 && kBfloat16) UNIRL_PRODUCT_SHARED(160, "bf16", 80, "%80", "%81", "%82");
-  if constexpr (kCount == 80 && !kBfloat16) UNIRL_PRODUCT_SHARED(160, "f16", 80, "%80", "%81", "%82");
-  if constexpr (kCount == 88 && kBfloat16) UNIRL_PRODUCT_SHARED(176, "bf16", 88, "%88", "%89", "%90");
-  if constexpr (kCount == 88 && !kBfloat16) UNIRL_PRODUCT_SHARED(176, "f16", 88, "%88", "%89", "%90");
+  if constexpr (kCount == 72 && kBfloat16) UNIRL_PRODUCT_SHARED(144, "bf16", 72, "%72", "%73", "%74");
+  if constexpr (kCount == 72 && !kBfloat16) UNIRL_PRODUCT_SHARED(144, "f16", 72, "%72", "%73", "%74");
 }
 
 template <typename Element, int kCount>
@@ -289,4 +232,4 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return packed;
 }
 
-}  // namespace unirl::hopper
+}  // namespace unirl::cuda::hopper

@@ -111,8 +111,12 @@ def test_a_row_never_depends_on_its_neighbours_or_padding(renorm: str | None, ba
     padded = run(slice(0, 5), 33, lengths)
     for row, length in enumerate(lengths):
         alone = run(slice(row, row + 1), length, None)
-        for whole, single in zip(padded, alone, strict=True):
-            assert torch.equal(whole[row, :length], single[0])
+        for index, (whole, single) in enumerate(zip(padded, alone, strict=True)):
+            if index and backend == "reference":
+                # PyTorch sums the factor's gradient in an order of its own.
+                torch.testing.assert_close(whole[row, :length], single[0])
+            else:
+                assert torch.equal(whole[row, :length], single[0])
             assert float(whole[row, length:].abs().sum()) == 0
 
 

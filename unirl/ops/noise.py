@@ -204,7 +204,12 @@ def _log_of_uniform(word: Tensor) -> Tensor:
     # Mantissa in [2/3, 4/3): its atanh argument is at most 1/5, where five terms are exact to float32.
     exponent = (bits - 0x3F2AAAAB) >> 23
     mantissa = (bits - (exponent << 23)).view(torch.float32)
-    ratio = (mantissa - 1.0) / (mantissa + 1.0)
+    # Above 2/3 the series starts from the distance to 1, which keeps its digits where the uniform rounds to 1.
+    distance = ((_LOW_32 - word).to(torch.float32) + 0.5) * (1.0 / (1 << 32))
+    near_one = exponent == 0
+    ratio = torch.where(near_one, -distance, mantissa - 1.0) / torch.where(
+        near_one, 2.0 - distance, mantissa + 1.0
+    )
     square = ratio * ratio
     series = _polynomial(square, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9, 2 / 11)) * ratio
     return exponent.to(torch.float32) * math.log(2.0) + series
