@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 import time
@@ -17,7 +16,7 @@ from rollouts import GivenCost, groups_of, policies, random_placement, tables
 from unirl.schedule.coordinator import AdaptivePacking, Assignment
 from unirl.schedule.cost import RankCorrection, TokenCount
 from unirl.schedule.policies import OwnerPolicy, RingPolicy, StealPolicy
-from unirl.schedule.simulate import EXAMPLE_MIX, Timeline, chrome_trace, parse_mix, simulate
+from unirl.schedule.simulate import EXAMPLE_MIX, Timeline, parse_mix, simulate
 from unirl.schedule.units import UnitTable, build_unit_table
 
 ROWS = 16
@@ -210,14 +209,3 @@ def test_the_mix_is_read_as_written() -> None:
 def test_a_mix_that_cannot_be_read_says_where(text: str) -> None:
     with pytest.raises(ValueError, match="of the mix"):
         parse_mix(text, rows_a_group=1)
-
-
-def test_the_trace_has_one_event_a_call_and_names_stolen_work() -> None:
-    groups, num_ranks = parse_mix(EXAMPLE_MIX, rows_a_group=ROWS)
-    table = build_unit_table(groups, TokenCount(), max_rows=4)
-    timeline = simulate(table, num_ranks, StealPolicy())
-    trace = json.loads(json.dumps(chrome_trace(timeline, table)))
-    calls = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(calls) == len(timeline.spans)
-    assert sum(event["cat"] == "stolen" for event in calls) == timeline.num_stolen_units > 0
-    assert sorted(row for event in calls for row in event["args"]["rows"]) == sorted(table.row_ids)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from unirl.schedule.coordinator import AdaptivePacking, Assignment, Coordinator
 from unirl.schedule.cost import RankCorrection
 from unirl.schedule.policies import SchedulePolicy
+from unirl.schedule.timeline import Call, CallTimeline
 from unirl.schedule.units import Group, UnitTable, Workload
 
 
@@ -56,6 +57,21 @@ class Timeline:
         total = self.makespan * self.num_ranks
         return sum(self.idle) / total if total else 0.0
 
+    def calls(self, table: UnitTable) -> CallTimeline:
+        """The same with what a picture or a trace shows of each call."""
+        calls = []
+        for span in self.spans:
+            units = [table.units[unit_id] for unit_id in span.unit_ids]
+            group = table.groups[units[0].group]
+            num_rows = sum(unit.num_rows for unit in units)
+            tokens = group.workload.tokens
+            calls.append(
+                Call(
+                    span.rank, span.start, span.end, "generate", group.group_id, num_rows, tokens, span.stolen
+                )
+            )
+        return CallTimeline(tuple(calls), self.num_ranks, self.num_stolen_units)
+
 
 def simulate(
     table: UnitTable,
@@ -85,29 +101,6 @@ def simulate(
         heapq.heappush(events, (now + length, rank, (assignment.lease, length)))
     assert coordinator.is_finished
     return Timeline(tuple(spans), num_ranks, table.total_cost / num_ranks, coordinator.num_stolen_units)
-
-
-def chrome_trace(timeline: Timeline, table: UnitTable, *, scale_us: float = 1e6) -> dict[str, Any]:
-    """The timeline for chrome://tracing or Perfetto, a track a rank; `scale_us` is microseconds a unit."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in range(timeline.num_ranks)
-    ]
-    for span in timeline.spans:
-        group = table.groups[table.units[span.unit_ids[0]].group]
-        events.append(
-            {
-                "ph": "X",
-                "name": group.group_id,
-                "cat": "stolen" if span.stolen else "own",
-                "pid": 0,
-                "tid": span.rank,
-                "ts": span.start * scale_us,
-                "dur": (span.end - span.start) * scale_us,
-                "args": {"rows": list(table.rows_of(span.unit_ids)), "tokens": group.workload.tokens},
-            }
-        )
-    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def parse_mix(text: str, *, rows_a_group: int, pixel_stride: int = 16) -> tuple[list[Group], int]:
