@@ -12,7 +12,15 @@ from unirl.ops import flow_log_prob, flow_step, keyed_normal
 from unirl.protocols import Replay
 from unirl.sde import shifted_sigmas
 from unirl.train.plan import RankPlan, plan_updates
-from unirl.types import LatentSegment, NoiseRecipe, Part, SamplingParams, frames_to_keep
+from unirl.types import (
+    LatentSegment,
+    LayoutRecord,
+    NoiseRecipe,
+    Part,
+    SamplingParams,
+    fingerprints_of,
+    frames_to_keep,
+)
 
 CHANNELS = 3
 
@@ -91,7 +99,8 @@ class LinearStage:
             sigmas=sigmas.clone(),
             pad_to=params.canvas.tokens(1),
         )
-        return part.replace(segment=segment, fingerprints=self.fingerprints(part))
+        layouts = self.layouts(part)
+        return part.replace(segment=segment, fingerprints=fingerprints_of(layouts), layouts=layouts)
 
     def replay(self, part: Part, *, with_means: bool = False) -> Replay:
         self.replayed.append(part.ids)
@@ -119,19 +128,17 @@ class LinearStage:
         return Replay(
             log_probs=log_probs,
             token_counts=segment.token_counts,
-            fingerprints=self.fingerprints(part),
+            fingerprints=fingerprints_of(self.layouts(part)),
+            layouts=self.layouts(part),
             means=means if with_means else None,
             scales=scales if with_means else None,
         )
 
-    def fingerprints(self, part: Part) -> torch.Tensor:
-        sides = torch.tensor([list(canvas) for canvas in part.canvases()], dtype=torch.int64)
-        return sides + len(part.prompts[0])
-
-    def layout_fields(self, part: Part) -> list[dict[str, int]]:
-        return [
-            {"height": c.height, "width": c.width, "prompt": len(part.prompts[0])} for c in part.canvases()
-        ]
+    def layouts(self, part: Part) -> tuple[LayoutRecord, ...]:
+        return tuple(
+            LayoutRecord.of({"canvas": torch.tensor(list(c)), "prompt": torch.tensor([len(p)])})
+            for c, p in zip(part.canvases(), part.prompts, strict=True)
+        )
 
 
 @dataclasses.dataclass

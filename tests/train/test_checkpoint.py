@@ -230,7 +230,7 @@ def test_last_ones_and_the_best_are_kept(tmp_path: Path):
 def test_state_must_survive_json(tmp_path: Path):
     with pytest.raises(ValueError, match="does not come back from JSON"):
         save_checkpoint(tmp_path, 1, {}, {"a": (1, 2)})
-    with pytest.raises(ValueError, match="JSON compliant|Out of range"):
+    with pytest.raises(ValueError, match=r"JSON compliant|Out of range"):
         save_checkpoint(tmp_path, 1, {}, {"a": float("nan")})
     assert latest_checkpoint(tmp_path) is None and not list(tmp_path.iterdir())
 

@@ -123,7 +123,7 @@ def test_saved_state_goes_on_as_if_nothing_had_happened(dtype):
 
 
 def test_state_of_other_weights_is_refused():
-    with pytest.raises(ValueError, match="other weights.*v:exp_avg"):
+    with pytest.raises(ValueError, match=r"other weights.*v:exp_avg"):
         Optimizer(_one(), PLAIN).load({"v:exp_avg": torch.zeros(2)}, {"steps_taken": 0, "steps_skipped": 0})
 
 

@@ -200,11 +200,10 @@ def test_changed_layout_stops_before_the_first_step_and_names_rows_and_fields():
     stack = make_stack()
     part = small.batch(stack.stage)
     before = weights(stack)
-    wrong = part.replace(fingerprints=part.fingerprints + torch.eye(12, 2, dtype=torch.int64))
-    with pytest.raises(LayoutMismatch) as caught:
+    wrong = part.replace(prompts=("a word",) * 10 + ("words",) * 2)
+    with pytest.raises(LayoutMismatch, match=r"r0\.p3/1 +prompt +6 +5") as caught:
         train(stack, wrong)
-    assert caught.value.ids == ("r0.p0/0", "r0.p0/1")
-    assert caught.value.trainer_fields["r0.p0/0"] == {"height": 2, "width": 2, "prompt": 6}
+    assert caught.value.ids == ("r0.p3/1", "r0.p3/2")
     assert same(before, weights(stack)) and stack.policy_step == 0
 
 
