@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from unirl.types import Part, Sample
+from unirl.types import LayoutRecord, Part, Sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +22,14 @@ class Replay:
         means: `[N, S, seq, C]`, the transition means (only when asked for).
         scales: float32 `[N, S]`, the standard deviation of each transition (only when asked for).
         token_counts: int64 `[N]`.
-        fingerprints: int64 `[N, 2]` of what the transformer was given in this replay.
+        fingerprints: int64 `[N, 2]` of what the transformer was given in this replay, on its device.
+        layouts: what they were taken of, one a row; read back to the host only to explain a mismatch.
     """
 
     log_probs: torch.Tensor
     token_counts: torch.Tensor
     fingerprints: torch.Tensor | None = None
+    layouts: tuple[LayoutRecord, ...] | None = None
     means: torch.Tensor | None = None
     scales: torch.Tensor | None = None
 
@@ -48,7 +50,7 @@ class Stage(Protocol):
         Args:
             part: rows with prompts, canvases (metadata), source images, `params` and `sde_steps` (int64 `[N, S]`; where it is
                 None or S is 0 nothing is stochastic and nothing but the final latent is stored).
-        Returns: the same rows in the same order with `segment`, `fingerprints` and, when `decode`, `media`.
+        Returns: the same rows in the same order with `segment`, `fingerprints`, `layouts` and, when `decode`, `media`.
         """
 
     def replay(self, part: Part, *, with_means: bool = False) -> Replay:
@@ -135,7 +137,10 @@ class UnitSource(Protocol):
     """Where a rank gets its next unit of generate+score work from."""
 
     def pull(self, rank: int) -> Any | None:
-        """The next unit for `rank`, or None when nothing is left."""
+        """The next units for `rank`, now its own to run; None when nothing is left for it."""
+
+    def done_and_pull(self, rank: int, lease: int, seconds: float | None) -> tuple[bool, Any | None]:
+        """Reports units as done in `seconds`, and pulls: (False when they were taken back, the next ones)."""
 
 
 @runtime_checkable

@@ -10,22 +10,18 @@ import torch
 
 _SHOWN_ROWS = 8
 _SHOWN_CHARACTERS = 48
+_DIGEST_FIELD = "source_pixels"
 
 
 class LayoutMismatch(ValueError):  # noqa: N818 (a state of affairs, not a kind of error)
     """The worker and the trainer did not look at the same thing.
 
-    `ids` are the rows concerned; `trainer_fields`, where the trainer's side could say, what its transformer
-    was given, by row id: whoever can ask the worker for the same may call `compare` again and get a table of
-        fields.
+    `ids` are the rows concerned.
     """
 
-    def __init__(
-        self, message: str, ids: Sequence[str], trainer_fields: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
-        super().__init__(message, tuple(ids), trainer_fields)
+    def __init__(self, message: str, ids: Sequence[str]) -> None:
+        super().__init__(message, tuple(ids))
         self.ids = tuple(ids)
-        self.trainer_fields = dict(trainer_fields or {})
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -58,8 +54,8 @@ def compare(
         ids: one a row.
         require: a missing digest is an error (key `parity.require_fingerprint`), otherwise nothing is
             compared.
-        worker_fields, trainer_fields: what the digests were taken of, one mapping a row, when the sides can
-            still say: the error then holds a table field / worker / trainer instead of the digests.
+        worker_fields, trainer_fields: what the digests were taken of, one mapping a row, where a side sends
+            it: the error then holds a table field / worker / trainer instead of the digests.
     """
     missing = [
         side for side, value in (("the rollout worker", worker), ("the trainer", trainer)) if value is None
@@ -83,7 +79,7 @@ def compare(
         if worker_fields is not None and trainer_fields is not None:
             found = differing_fields(worker_fields[row], trainer_fields[row])
         if not found:
-            found = [("fingerprint", _hexadecimal(worker[row]), _hexadecimal(trainer[row]))]
+            found = [("fingerprint", _hexadecimal(worker[row].tolist()), _hexadecimal(trainer[row].tolist()))]
         lines += [(ids[row], *line) for line in found]
     rest = len(different) - _SHOWN_ROWS
     raise LayoutMismatch(
@@ -97,23 +93,41 @@ def compare(
 
 
 def differing_fields(worker: Mapping[str, Any], trainer: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(field, worker's value, trainer's value) of every field that differs; of a sequence, the first element
-    that does.
+    """(field, worker's value, trainer's value) of every field that differs.
+
+    A sequence of several values is told by its length, where the lengths differ, and by its first differing
+    element; a sequence of one value like that value. 128-bit digests, pairs of numbers in a field whose last
+    part is `source_pixels`, are told in hexadecimal, counted in pairs.
     """
-    found = []
+    found: list[tuple[str, str, str]] = []
     for name in [*worker, *(n for n in trainer if n not in worker)]:
-        left, right = worker.get(name, "(none)"), trainer.get(name, "(none)")
-        left, right = _plain(left), _plain(right)
+        left, right = (_plain(side.get(name)) for side in (worker, trainer))
         if left == right:
             continue
-        if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-            at = next(i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b)
-            found.append((f"{name}[{at}]", _shortened(left[at]), _shortened(right[at])))
-        elif isinstance(left, list) and isinstance(right, list):
-            found.append((f"len({name})", str(len(left)), str(len(right))))
+        if name.rsplit(".", 1)[-1] == _DIGEST_FIELD:
+            left, right = _digests(left), _digests(right)
+        if isinstance(left, list) and isinstance(right, list):
+            found += _differing_elements(name, left, right)
         else:
             found.append((name, _shortened(left), _shortened(right)))
     return found
+
+
+def _differing_elements(name: str, left: list[Any], right: list[Any]) -> list[tuple[str, str, str]]:
+    found = []
+    if len(left) != len(right):
+        found.append((f"len({name})", str(len(left)), str(len(right))))
+    at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
+    if at is not None:
+        single = len(left) == len(right) == 1
+        found.append((name if single else f"{name}[{at}]", _shortened(left[at]), _shortened(right[at])))
+    return found
+
+
+def _digests(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return [_hexadecimal(value[i : i + 2]) for i in range(0, len(value), 2)]
 
 
 def _plain(value: Any) -> Any:
@@ -123,12 +137,12 @@ def _plain(value: Any) -> Any:
 
 
 def _shortened(value: Any) -> str:
-    text = str(value)
+    text = "(none)" if value is None else str(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-def _hexadecimal(digest: torch.Tensor) -> str:
-    return "".join(f"{word & 0xFFFFFFFFFFFFFFFF:016x}" for word in digest.tolist())
+def _hexadecimal(words: Sequence[int]) -> str:
+    return "".join(f"{word & 0xFFFFFFFFFFFFFFFF:016x}" for word in words)
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

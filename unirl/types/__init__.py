@@ -4,6 +4,7 @@
 from unirl.types.canvas import Canvas, check_canvases
 from unirl.types.columns import ROW, SHARED, Columns
 from unirl.types.latent import UNUSED, LatentSegment, SegmentRef, frames_to_keep
+from unirl.types.layout import LayoutRecord, fingerprints_of, to_host
 from unirl.types.sample import Part, Sample
 from unirl.types.sampling import STREAM_EVAL, STREAM_TRAIN, NoiseRecipe, SamplingParams, group_of
 
@@ -16,12 +17,15 @@ __all__ = [
     "Canvas",
     "Columns",
     "LatentSegment",
+    "LayoutRecord",
     "NoiseRecipe",
     "Part",
     "Sample",
     "SamplingParams",
     "SegmentRef",
     "check_canvases",
+    "fingerprints_of",
     "frames_to_keep",
     "group_of",
+    "to_host",
 ]

@@ -13,6 +13,7 @@ import torch
 from unirl.types.advantages import group_advantages
 from unirl.types.canvas import Canvas
 from unirl.types.columns import Columns, row, shared
+from unirl.types.layout import LayoutRecord
 from unirl.types.sampling import SamplingParams, group_of
 
 
@@ -34,6 +35,7 @@ class Part(Columns):
         push_version: int64 `[N]`, pushes the generating engine had received.
         policy_step: int64 `[N]`, optimizer steps inside the generating weights.
         fingerprints: int64 `[N, 2]`, digest of what the transformer was really given.
+        layouts: what the digests were taken of, where the engine sends it: a mismatch is then told field by field.
         params: how the rows were sampled (one for the whole table).
     """
 
@@ -51,6 +53,7 @@ class Part(Columns):
     push_version: torch.Tensor | None = row(None)
     policy_step: torch.Tensor | None = row(None)
     fingerprints: torch.Tensor | None = row(None)
+    layouts: tuple[LayoutRecord, ...] | None = row(None)
     params: SamplingParams | None = shared(None)
 
     @property

@@ -1,63 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the transformer was given for a group, as named integers and as a 128-bit digest.
+"""What the transformer is given for a group, as named integers.
 
-Everything is read off the tensors that went into the model, never off the plan they were made from, so that a
+Everything is read off the tensors that go into the model, never off the plan they were made from, so that a
 side which plans right and feeds wrong is found out too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from unirl.models.bagel.context import Contexts
-from unirl.ops import layout_digest
+from unirl.models.bagel.context import Context, Contexts
+from unirl.types import LayoutRecord
 
 
-def group_fields(
+def group_layout(
     contexts: Contexts,
     group: int,
     *,
     marker_ids: Tensor,
     latent_position_ids: Tensor,
-    latent_shape: tuple[int, ...],
-) -> dict[str, Tensor]:
-    """Name to int64 ``[n]`` of one group: its built contexts, then the denoised block.
+    canvas: tuple[int, int],
+) -> LayoutRecord:
+    """The record of one group: each context that was built, then the denoised block.
+
+    For the contexts ``gen``, ``cfg_text`` and ``cfg_img``: ``kv_len`` (keys and values that the denoised block
+    sees), ``rope_offset`` (its rotary position), and of the prefill ``token_ids``, ``position_ids``,
+    ``image_shapes`` (pixels or latents that went in) and ``source_pixels`` (128-bit digests of them). For the
+    denoised block: ``canvas``, ``seq_len``, ``marker_ids`` and ``latent_position_ids``.
 
     Args:
         contexts: what :func:`build_contexts` returned.
         group: index of the group in them.
         marker_ids: ids ``[2]`` around the denoised latents.
         latent_position_ids: rows of the latent position table ``[L]`` that go into every step.
-        latent_shape: ``(z, h, w)`` of the denoised latent image.
+        canvas: height and width in pixels.
     """
     device = latent_position_ids.device
     fields: dict[str, Tensor] = {}
     for name, context in contexts.by_name.items():
-        fields[f"{name}.kv_len"] = torch.tensor([context.lengths[group]], device=device)
+        fields[f"{name}.kv_len"] = _seen_length(context, group)
         fields[f"{name}.rope_offset"] = context.rope_offsets[group : group + 1]
         for field, value in context.fields[group].items():
             fields[f"{name}.{field}"] = value
+    fields["canvas"] = torch.tensor([canvas[0], canvas[1]], device=device)
     fields["seq_len"] = torch.tensor([latent_position_ids.shape[0] + marker_ids.shape[0]], device=device)
-    fields["image_shape"] = torch.tensor(latent_shape, device=device)
     fields["marker_ids"] = marker_ids
     fields["latent_position_ids"] = latent_position_ids
-    return fields
+    return LayoutRecord.of(fields)
 
 
-def digest(groups: list[Mapping[str, Tensor]]) -> Tensor:
-    """Digests int64 ``[G, 2]`` on the device of the fields, without waiting for it.
-
-    Every field enters with its length, so that values cannot move from one field to the next unseen.
-    """
-    values: list[Tensor] = []
-    offsets = [0]
-    for fields in groups:
-        device = next(iter(fields.values())).device
-        lengths = torch.tensor([field.shape[0] for field in fields.values()], device=device)
-        row = torch.cat((lengths, *fields.values()))
-        values.append(row)
-        offsets.append(offsets[-1] + row.shape[0])
-    return layout_digest(torch.cat(values), offsets)
+def _seen_length(context: Context, group: int) -> Tensor:
+    """int64 ``[1]``: keys and values that the attention reads of a group's prefix."""
+    if context.prefix_lengths is not None:
+        return context.prefix_lengths[group : group + 1].long()
+    return torch.tensor([context.layers[0].key.shape[2]], device=context.rope_offsets.device)

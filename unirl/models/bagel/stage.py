@@ -20,7 +20,7 @@ from unirl.models.bagel.batching import RowBatch, in_row_order, plan_batches
 from unirl.models.bagel.codec import Codec, load_codec, tokens_to_latents
 from unirl.models.bagel.config import BagelConfig
 from unirl.models.bagel.context import Contexts, build_contexts
-from unirl.models.bagel.fingerprint import digest, group_fields
+from unirl.models.bagel.fingerprint import group_layout
 from unirl.models.bagel.guidance import Guidance
 from unirl.models.bagel.layout import Layout
 from unirl.models.bagel.model import Bagel
@@ -29,7 +29,17 @@ from unirl.models.bagel.weights import load_model
 from unirl.ops import flow_log_prob, flow_step, keyed_normal
 from unirl.protocols import Replay
 from unirl.sde import shifted_sigmas
-from unirl.types import UNUSED, LatentSegment, Part, SamplingParams, check_canvases, frames_to_keep
+from unirl.types import (
+    UNUSED,
+    LatentSegment,
+    LayoutRecord,
+    Part,
+    SamplingParams,
+    check_canvases,
+    fingerprints_of,
+    frames_to_keep,
+    to_host,
+)
 
 
 class BagelStage:
@@ -101,11 +111,11 @@ class BagelStage:
         log_probs = torch.zeros(sde_steps.shape, device=self.model.device)
         frames: list[Tensor] = [torch.empty(0)] * len(part)
         media: list[np.ndarray] = [np.empty(0)] * len(part)
-        fingerprints: list[Tensor] = []
+        layouts: list[list[LayoutRecord]] = []
         batches = plan_batches(part, self.model, self.codec, self.tokenizer)
         for batch in batches:
             contexts = build_contexts(self.model, batch.requests, guidance.contexts)
-            fingerprints.append(self._fingerprints(batch, contexts))
+            layouts.append(self._layouts(batch, contexts))
             stored, found = self._denoise(
                 part.select(batch.rows),
                 batch,
@@ -134,7 +144,8 @@ class BagelStage:
         )
         return part.replace(
             segment=segment,
-            fingerprints=in_row_order(fingerprints, batches).cpu(),
+            fingerprints=_fingerprints(layouts, batches).cpu(),
+            layouts=_by_row(to_host([record for groups in layouts for record in groups]), batches),
             media=tuple(media) if decode else None,
         )
 
@@ -157,7 +168,7 @@ class BagelStage:
         log_probs: list[Tensor] = []
         means: list[Tensor] = []
         scales: list[Tensor] = []
-        fingerprints: list[Tensor] = []
+        layouts: list[list[LayoutRecord]] = []
         for batch in batches:
             rows = segment.select(batch.rows)
             if set(rows.token_counts.tolist()) != {batch.layout.num_latents}:
@@ -167,7 +178,7 @@ class BagelStage:
                     f"{batch.layout.canvas} has {batch.layout.num_latents}"
                 )
             contexts = build_contexts(self.model, batch.requests, guidance.contexts)
-            fingerprints.append(self._fingerprints(batch, contexts))
+            layouts.append(self._layouts(batch, contexts))
             found = [
                 self._replayed_step(rows, slot, batch, contexts, guidance, params)
                 for slot in range(rows.sde_steps.shape[1])
@@ -179,25 +190,11 @@ class BagelStage:
         return Replay(
             log_probs=in_row_order(log_probs, batches),
             token_counts=segment.token_counts,
-            fingerprints=in_row_order(fingerprints, batches).cpu(),
+            fingerprints=_fingerprints(layouts, batches),
+            layouts=_by_row([record for groups in layouts for record in groups], batches),
             means=in_row_order(means, batches) if with_means else None,
             scales=in_row_order(scales, batches).float() if with_means else None,
         )
-
-    @torch.no_grad()
-    def layout_fields(self, part: Part) -> list[dict[str, list[int]]]:
-        """What the transformer is given for each row, by name: the long form of the rows' fingerprints.
-
-        It prefills the contexts anew and reads the values back to the host; it is for the table of an error.
-        """
-        guidance = Guidance.of(_params(part))
-        fields: list[dict[str, list[int]]] = [{}] * len(part)
-        for batch in plan_batches(part, self.model, self.codec, self.tokenizer):
-            contexts = build_contexts(self.model, batch.requests, guidance.contexts)
-            for position, row in enumerate(batch.rows):
-                group = self._group_fields(batch, contexts, position // batch.siblings)
-                fields[row] = {name: value.tolist() for name, value in group.items()}
-        return fields
 
     def _denoise(
         self,
@@ -283,26 +280,41 @@ class BagelStage:
             sigma_max=rows.sigmas[:, 1].to(device),
         )
 
-    def _group_fields(self, batch: RowBatch, contexts: Contexts, group: int) -> dict[str, Tensor]:
-        config, layout = self.model.config, batch.layout
-        side = config.latent_patch_size
-        return group_fields(
-            contexts,
-            group,
-            marker_ids=self.model.marker_ids,
-            latent_position_ids=batch.positions,
-            latent_shape=(config.latent.z_channels, layout.grid[0] * side, layout.grid[1] * side),
-        )
-
-    def _fingerprints(self, batch: RowBatch, contexts: Contexts) -> Tensor:
-        groups = [self._group_fields(batch, contexts, group) for group in range(len(batch.requests))]
-        return digest(groups).repeat_interleave(batch.siblings, dim=0)
+    def _layouts(self, batch: RowBatch, contexts: Contexts) -> list[LayoutRecord]:
+        """One record a group, on the device."""
+        return [
+            group_layout(
+                contexts,
+                group,
+                marker_ids=self.model.marker_ids,
+                latent_position_ids=batch.positions,
+                canvas=batch.layout.canvas,
+            )
+            for group in range(len(batch.requests))
+        ]
 
     def _decoded(self, tokens: Tensor, layout: Layout) -> list[np.ndarray]:
         """Images float32 ``[H, W, c]`` in [0, 1]."""
         pixels = self.codec.decode(tokens_to_latents(self.model.config, tokens.float(), layout.grid))
         images = (pixels.float() / 2 + 0.5).clamp(0.0, 1.0).permute(0, 2, 3, 1)
         return list(images.cpu().numpy())
+
+
+def _fingerprints(layouts: Sequence[Sequence[LayoutRecord]], batches: Sequence[RowBatch]) -> Tensor:
+    """int64 ``[N, 2]`` in row order, on the device."""
+    found = [
+        fingerprints_of(groups).repeat_interleave(batch.siblings, dim=0)
+        for groups, batch in zip(layouts, batches, strict=True)
+    ]
+    return in_row_order(found, batches)
+
+
+def _by_row(records: Sequence[LayoutRecord], batches: Sequence[RowBatch]) -> tuple[LayoutRecord, ...]:
+    """The groups' records in row order; siblings share theirs."""
+    rows = [row for batch in batches for row in batch.rows]
+    siblings = [batch.siblings for batch in batches for _ in batch.requests]
+    spread = [record for record, count in zip(records, siblings, strict=True) for _ in range(count)]
+    return tuple(record for _, record in sorted(zip(rows, spread, strict=True), key=lambda pair: pair[0]))
 
 
 def _params(part: Part) -> SamplingParams:
