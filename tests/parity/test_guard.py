@@ -31,7 +31,15 @@ def test_within_tolerance_is_silent():
 def test_breach_names_canvas_row_value_and_clip_ranges():
     drifts = [_drift(2e-5, "r0.p0/1"), _drift(3e-5, "r0.p0/2"), _drift(0.0), _drift(5e-5, "r0.p1/0", "16x16")]
     small, large = _guard().breaches(drifts)
-    for piece in ("3.00e-05", "3.00e-01 clip ranges", "8x8", "r0.p0/2", "1.00e-06", "2 of 3 rows", "first_update_ratio_tol"):
+    for piece in (
+        "3.00e-05",
+        "3.00e-01 clip ranges",
+        "8x8",
+        "r0.p0/2",
+        "1.00e-06",
+        "2 of 3 rows",
+        "first_update_ratio_tol",
+    ):
         assert piece in small
     assert "5.00e-05" in large and "16x16" in large and "r0.p1/0" in large
 
