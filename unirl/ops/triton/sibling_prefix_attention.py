@@ -52,7 +52,7 @@ def key_gradient_tiling(head_size: int, dtype: torch.dtype) -> Tiling:
     """Tiling of the kernel for the gradients of keys and values."""
     if dtype is torch.float32:
         return Tiling(32, 64, 4, 1)
-    return Tiling(64, 128, 8, 2 if head_size == 128 else 3)
+    return Tiling(32 if head_size == 128 else 64, 128, 8, 3)
 
 
 @triton.jit
@@ -504,7 +504,7 @@ def key_gradient_kernel(
     num_tiles = tl.maximum(last_row - first_row, 0) * tiles_per_row
     if tl.program_id(0) * tile_keys >= end:
         num_tiles = 0
-    for tile in range(0, num_tiles):
+    for tile in range(num_tiles):
         row = batch * rows_per_batch + first_row + tile // tiles_per_row
         folded = (tile % tiles_per_row) * tile_rows + tl.arange(0, tile_rows)
         token = (folded // ratio).to(tl.int64)
