@@ -102,11 +102,6 @@ def _noise_kernel(out, keys, seed, step, stream, row_size, chunks, CHUNK: tl.con
     tl.store(out + row * row_size + element, noise.to(out.dtype.element_ty), mask=element < row_size)
 
 
-def signed_word(value: int) -> int:
-    """A 32-bit counter word as the int64 that Triton is always given, so that it compiles once."""
-    return int(value)
-
-
 def keyed_normal(
     row_keys: Tensor, shape: Sequence[int], seed: int, step: int, stream: int, dtype: torch.dtype
 ) -> Tensor:
@@ -117,8 +112,6 @@ def keyed_normal(
         return out
     chunks = triton.cdiv(row_size, CHUNK)
     keys = row_keys.contiguous()
-    words = [torch.tensor(value) for value in ()]
-    del words
     _noise_kernel[(shape[0] * chunks,)](
         out, keys, seed, step, stream, row_size, chunks, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False
     )
