@@ -83,10 +83,15 @@ class WeightPush:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates rows with its own copy of the weights, or with the trainer's."""
+    """Generates rows with its own copy of the weights, or with the trainer's.
+
+    `noise_keyed_by_row`: a row's noise depends on its id alone, so any rank may generate it. `min_pack_rows`: the
+    fewest rows of a group that one call takes.
+    """
 
     name: str
     noise_keyed_by_row: bool
+    min_pack_rows: int
 
     def check(self, part: Part) -> None:
         """Raises a `ValueError` that names the engine when it cannot honour a row (canvas, source image)."""

@@ -15,7 +15,7 @@ from unirl.schedule.units import build_unit_table
 
 
 def call(rank: int, start: float, end: float, phase: str = "generate") -> Call:
-    return Call(rank, start, end, phase, "g", 1, 16)
+    return Call(rank, start, end, phase, "g", 1, "8x8")
 
 
 def test_the_tail_ratio_is_makespan_over_the_work_shared_equally() -> None:

@@ -85,7 +85,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             if type(None) in args:
                 return None
             raise _wrong(where, value, hint)
-        return _convert(next(a for a in args if a is not type(None)), value, where)
+        return _convert(_alternative(args, value), value, where)
     if origin is typing.Literal:
         if value not in args:
             near = _nearest(str(value), [str(a) for a in args])
@@ -100,6 +100,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise _wrong(where, value, hint)
         return {str(k): _convert(args[1], v, _join(where, k)) for k, v in value.items()}
     return _convert_scalar(hint, value, where)
+
+
+def _alternative(args: tuple[Any, ...], value: Any) -> Any:
+    """The member of a union that the value is meant for: a mapping's if it is one, else the first other."""
+    allowed = [a for a in args if a is not type(None)]
+    is_mapping = isinstance(value, Mapping)
+    return next((a for a in allowed if (typing.get_origin(a) is dict) == is_mapping), allowed[0])
 
 
 def _convert_tuple(hint: Any, args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:

@@ -113,10 +113,15 @@ class StackConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardStackConfig:
-    """`reward_stack`: the micro loop of generate + score on a rollout rank."""
+    """`reward_stack`: the micro loop of generate + score on a rollout rank, and which rank runs which rows.
+
+    `schedule` None: contiguous shares. `cost`: coefficients of the cost model, a file of them, or None: token count.
+    """
 
     micro_batch_size: int = 64
     overlap: bool = False
+    schedule: Literal["owner", "ring", "steal"] | None = None
+    cost: dict[str, float] | str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,11 +135,15 @@ class ScorerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """`reward`: scorers and how they are combined. `normalise: group` standardises each reward within its group first."""
+    """`reward`: scorers and how they are combined. `normalise: group` standardises each reward within its group first.
+
+    `dispatch`: a row is scored by the rank that generated it (`generator`), or all rows are dealt out equally (`balanced`).
+    """
 
     scorers: tuple[ScorerConfig, ...] = ()
     normalise: Literal["none", "group"] = "none"
     on_error: Literal["drop", "raise"] = "drop"
+    dispatch: Literal["generator", "balanced"] = "generator"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirl.config import RunConfig
+from unirl.distributed.coordinator import Share
 from unirl.models.bagel import Bagel, BagelStage
 from unirl.protocols import Collective, WeightPush
 from unirl.reward import build_scorers
-from unirl.reward.stack import RewardStack
+from unirl.reward.stack import RewardStack, ScoredRows
 from unirl.rollout.engine.trainside import TrainsideEngine
 from unirl.train.checkpoint import load_checkpoint, save_checkpoint
 from unirl.train.checkpoint_rows import columns_from_tensors, columns_to_tensors
@@ -62,26 +64,43 @@ class RolloutSide:
         self.engine = TrainsideEngine(stage, model, apply_push, owns_model=owns_model)
         rewards = build_scorers(config.reward.scorers, "reward.scorers")
         monitors = build_scorers(config.eval.scorers, "eval.scorers")
+        self._scores_elsewhere = config.reward.dispatch == "balanced"
         self._rewards = RewardStack(
             self.engine,
-            rewards,
+            {} if self._scores_elsewhere else rewards,
             micro_batch_size=config.reward_stack.micro_batch_size,
             overlap=config.reward_stack.overlap,
         )
+        self._scoring = RewardStack(self.engine, rewards, micro_batch_size=1)
         self._evaluation = RewardStack(
             self.engine, rewards | monitors, micro_batch_size=config.eval.micro_batch_size
         )
 
-    def generate(self, request: Sample) -> tuple[Sample, dict[str, float], LatentSegment]:
-        """(light rows without trajectories and images, seconds by phase, trajectories)."""
-        sample, seconds = self._rewards.generate_and_score(request)
-        rows = sample.frontier
-        light = sample.replace_frontier(rows.replace(segment=None, media=None))
-        return light, seconds, rows.segment
+    def generate(
+        self, request: Sample, rank: int, share: Share | None = None
+    ) -> tuple[ScoredRows, LatentSegment | None]:
+        """(light rows, which have no trajectories, and images only when they are scored elsewhere; trajectories).
+
+        Without a `share`, all of the request; with one, what its schedule gives to this rank, which may be nothing.
+        """
+        if share is None:
+            done = self._rewards.run_alone(request, rank=rank)
+        else:
+            done = self._rewards.run_share(request, share.plan, share.rank, share.source())
+        if done.sample is None:
+            return done, None
+        rows = done.sample.frontier
+        light = rows.replace(segment=None, media=rows.media if self._scores_elsewhere else None)
+        sample = done.sample.replace_frontier(light) if share is None else Sample((light,))
+        return dataclasses.replace(done, sample=sample), rows.segment
+
+    def score(self, rows: Part, rank: int) -> ScoredRows:
+        """Scores rows that any rank generated."""
+        return self._scoring.score_share(rows, rank=rank)
 
     def evaluate(self, request: Sample) -> Sample:
         """The rows with images and the scores of rewards and monitors; no trajectories."""
-        sample, _ = self._evaluation.generate_and_score(request)
+        sample = self._evaluation.generate_and_score(request)
         return sample.replace_frontier(sample.frontier.replace(segment=None))
 
     def load(self, push: WeightPush) -> tuple[int, int]:

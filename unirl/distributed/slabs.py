@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from unirl.config import RunConfig
-from unirl.distributed.cluster import Devices
 from unirl.distributed.payload import pack_segment
-from unirl.distributed.placement import Slabs
-from unirl.distributed.workers import Worker
-from unirl.protocols import WeightPush
+from unirl.distributed.scheduled import DoneShare, ScheduledDispatcher
+from unirl.distributed.supervisor import Supervisor
+from unirl.distributed.workloads import RowCosts
+from unirl.protocols import Dispatcher, WeightPush
+from unirl.reward.stack import ScoredRows
 from unirl.rollout.async_runtime import RayGenerationDispatcher
 from unirl.rollout.dispatch import contiguous_shares
+from unirl.schedule.restore import restore_order
+from unirl.schedule.shards import balanced_shards
+from unirl.schedule.timeline import CallTimeline
 from unirl.train.plan import Plan
 from unirl.train.stack import TrainResult
 from unirl.types import Part, Sample, SegmentRef
@@ -28,12 +32,14 @@ from unirl.types import Part, Sample, SegmentRef
 class Group:
     """A finished group of siblings: light rows here, trajectories in a store.
 
-    `seconds` are those of the whole generation that the group came from, and `num_groups` the groups that share them.
+    `seconds` and `timeline` are those of the whole generation that the group came from, and `num_groups` the groups that share
+    them; a group out of a checkpoint has no timeline.
     """
 
     sample: Sample
     seconds: dict[str, float]
     num_groups: int
+    timeline: CallTimeline | None = None
 
     @property
     def group_id(self) -> str:
@@ -48,8 +54,10 @@ class Group:
 class TrainSlab:
     """Rank 0 speaks for the slab where one answer is enough; trainable weights are equal on all ranks."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[Any], supervisor: Supervisor) -> None:
         self.actors = list(actors)
+        self._ray = supervisor
+        self._writing: Any = None
 
     def train(self, rows: Part, plan: Plan) -> list[TrainResult]:
         """One training step. `plan` says which rows each rank replays, and in which micro-batches."""
@@ -60,7 +68,7 @@ class TrainSlab:
             objects = share.segment.objects()
             named = share.replace(segment=_renamed(share.segment, objects))
             refs.append(actor.train.remote(named, local_plan, list(range(len(objects))), *objects))
-        return ray.get(refs)
+        return self._ray.get(refs)
 
     def build_push(self, push_version: int, *, average: bool = False) -> Any:
         """A reference to the weights of rank 0 as they go over the wire."""
@@ -68,11 +76,11 @@ class TrainSlab:
 
     def keep_pushed(self, push_version: int) -> None:
         """Keeps the current adapter as that of a version: rows generated under it may have to be replayed under it."""
-        ray.get([a.keep_pushed.remote(push_version) for a in self.actors])
+        self._ray.get([a.keep_pushed.remote(push_version) for a in self.actors])
 
     def swap_average(self) -> None:
         """Exchanges live and averaged weights in place; a second call undoes the first, bit for bit."""
-        ray.get([a.swap_average.remote() for a in self.actors])
+        self._ray.get([a.swap_average.remote() for a in self.actors])
 
     def save(
         self, root: Path, number: int, trainer: Any, buffered: Sequence[Group], *, score: float | None = None
@@ -85,11 +93,11 @@ class TrainSlab:
             named = rows.replace(segment=_renamed(rows.segment, objects), media=None)
             lights.append(group.sample.replace_frontier(named))
         places = list(range(len(objects)))
-        ray.get(self.actors[0].save.remote(str(root), number, trainer, score, lights, places, *objects))
+        self._ray.get(self.actors[0].save.remote(str(root), number, trainer, score, lights, places, *objects))
 
     def restore(self, path: Path) -> tuple[Any, list[Group]]:
         """All ranks take up a checkpoint; its counts, and its groups with their trajectories back in the store."""
-        counts, samples = ray.get([a.restore.remote(str(path)) for a in self.actors])[0]
+        counts, samples = self._ray.get([a.restore.remote(str(path)) for a in self.actors])[0]
         groups = []
         for sample in samples:
             rows = sample.frontier
@@ -98,16 +106,29 @@ class TrainSlab:
         return counts, groups
 
     def export_adapter(self, folder: str, *, average: bool) -> None:
-        ray.get(self.actors[0].export_adapter.remote(folder, average))
+        self._ray.get(self.actors[0].export_adapter.remote(folder, average))
 
 
 class RolloutSlab:
-    """Generation, evaluation and pushes. `dispatcher` serves the async runtime and the sync trainers alike."""
+    """Generation, evaluation and pushes. `dispatcher` serves the async runtime and the sync trainers alike.
 
-    def __init__(self, actors: Sequence[Any], config: RunConfig) -> None:
+    Under a schedule a worker that dies leaves `actors`, and its work goes to the others.
+    """
+
+    def __init__(self, actors: Sequence[Any], config: RunConfig, supervisor: Supervisor) -> None:
         self.actors = list(actors)
+        self._ray = supervisor
+        self._num_ranks = len(self.actors)
         self._config = config
-        self.dispatcher = RayGenerationDispatcher(self.actors, ray=ray, collect_fn=self._collect)
+        self.dispatcher: Dispatcher
+        if config.reward_stack.schedule is None:
+            self.dispatcher = RayGenerationDispatcher(
+                self.actors, ray=supervisor, collect_fn=self._collect
+            )
+        else:
+            self.dispatcher = ScheduledDispatcher(
+                self.actors, ray=supervisor, plan_fn=RowCosts(config).plan, collect_fn=self._collect_scheduled
+            )
 
     def generate(self, request: Sample) -> list[Group]:
         """Generates and waits: the sync trainers' way."""
@@ -124,12 +145,12 @@ class RolloutSlab:
             for actor, (start, stop) in zip(self.actors, shares, strict=True)
             if stop > start
         ]
-        return Sample.concat(ray.get(refs))
+        return Sample.concat(self._ray.get(refs))
 
     def load(self, push: Any) -> None:
         """Sends a push (a reference to a `WeightPush`) to every rank and compares digests of what is live there."""
-        sent: WeightPush = ray.get(push)
-        digests = ray.get([a.load.remote(push) for a in self.actors])
+        sent: WeightPush = self._ray.get(push)
+        digests = self._ray.get([a.load.remote(push) for a in self.actors])
         wrong = [rank for rank, digest in enumerate(digests) if tuple(digest) != tuple(sent.digest)]
         if wrong:
             raise RuntimeError(
@@ -138,52 +159,69 @@ class RolloutSlab:
             )
 
     def sleep(self) -> None:
-        ray.get([a.sleep.remote() for a in self.actors])
+        self._ray.get([a.sleep.remote() for a in self.actors])
 
     def wake(self) -> None:
-        ray.get([a.wake.remote() for a in self.actors])
+        self._ray.get([a.wake.remote() for a in self.actors])
 
     def _collect(self, results: list[tuple[Any, Any]]) -> list[Group]:
-        """Light rows come here; trajectories stay where they were published, or are fetched from the actor that kept them."""
+        """Contiguous shares: each worker returns its part of the request, complete and in order."""
+        lights: list[ScoredRows] = self._ray.get([light for light, _ in results])
+        shares = [
+            DoneShare(actor, rows, store)
+            for actor, rows, (_, store) in zip(self.actors, lights, results, strict=False)
+        ]
+        trees = [rows.sample for rows in lights if rows.sample is not None]
+        request = Sample.concat(trees)
+        return self._collect_scheduled(request, shares)
+
+    def _collect_scheduled(self, request: Sample, shares: Sequence[DoneShare]) -> list[Group]:
+        """Rows from anywhere, in the request's order again, and verified to be exactly those that were asked for.
+
+        Light rows come here; trajectories stay where they were published, or are fetched from the actor that kept them.
+        """
         begin = time.perf_counter()
-        lights: list[tuple[Sample, dict[str, float]]] = ray.get([light for light, _ in results])
-        stores = [segment for _, segment in results]
+        shares = [share for share in shares if share.rows.sample is not None]
+        stores = [share.store for share in shares]
         if self._config.transport_kind == "colocate_store":
-            keys = ray.get(stores)
-            stores = [a.send_segment.remote(k) for a, k in zip(self.actors, keys, strict=False)]
-            ray.wait(stores, num_returns=len(stores), fetch_local=False)
+            keys = self._ray.get(stores)
+            stores = [s.actor.send_segment.remote(k) for s, k in zip(shares, keys, strict=True)]
+            self._ray.wait(stores, num_returns=len(stores), fetch_local=False)
+        parts = []
+        for share, store in zip(shares, stores, strict=True):
+            rows = share.rows.sample.frontier  # type: ignore[union-attr]
+            parts.append(rows.replace(segment=SegmentRef.of(store, len(rows))))
+        rows = _restored(request, Part.concat(parts))
         transfer_s = time.perf_counter() - begin
-        seconds = {key: max(s[key] for _, s in lights) for key in lights[0][1]} | {"transfer_s": transfer_s}
-        trees = []
-        for (sample, _), store in zip(lights, stores, strict=True):
-            named = sample.frontier.replace(segment=SegmentRef.of(store, len(sample.frontier)))
-            trees.extend(sample.replace_frontier(named).split())
-        return [Group(tree, seconds, len(trees)) for tree in trees]
+        done = [share.rows for share in shares]
+        if self._config.reward.dispatch == "balanced":
+            rows, scored = self._score(rows)
+            done += scored
+        calls = tuple(call for rows_done in done for call in rows_done.calls)
+        timeline = CallTimeline(calls, self._num_ranks, sum(d.num_stolen_units for d in done))
+        seconds = {phase: max(d.seconds[phase] for d in done) for phase in done[0].seconds}
+        seconds["transfer_s"] = transfer_s
+        trees = request.replace_frontier(rows).split()
+        return [Group(tree, seconds, len(trees), timeline) for tree in trees]
+
+    def _score(self, rows: Part) -> tuple[Part, list[ScoredRows]]:
+        """Scores generated rows on all ranks alike, by the pixels they have, wherever they were generated."""
+        pixels = [float(canvas.height * canvas.width) for canvas in rows.canvases()]
+        images = rows.replace(segment=None)
+        shares = balanced_shards(pixels, min(len(self.actors), len(rows)))
+        refs = [
+            actor.score.remote(images.select(share))
+            for actor, share in zip(self.actors, shares, strict=False)
+        ]
+        done: list[ScoredRows] = self._ray.get(refs)
+        request = Sample((images.replace(media=None),))
+        scored = _restored(request, Part.concat([d.sample.frontier for d in done if d.sample is not None]))
+        return scored.replace(segment=rows.segment), done
 
 
-def build_slabs(config: RunConfig, devices: Devices) -> tuple[TrainSlab, RolloutSlab, Callable[[], None]]:
-    """Places and builds all workers. The third value ends them and gives their devices back."""
-    placement = Slabs(config, devices)
-    num_train, _ = config.slab_sizes()
-    actor_class = ray.remote(Worker)
-    actors = []
-    for index in range(config.num_devices):
-        trains = index < num_train
-        generates = config.layout == "colocate" or not trains
-        rank = index if trains else index - num_train
-        options = placement.options(index)
-        actors.append(actor_class.options(**options).remote(config, rank, trains=trains, generates=generates))
-    trainers = actors[:num_train]
-    rollouts = actors if config.layout == "colocate" else actors[num_train:]
-    address = ray.get(trainers[0].open_store.remote(num_train)) if num_train > 1 else None
-    ray.get([a.build.remote(address, num_train) for a in actors])
-
-    def end() -> None:
-        for actor in actors:
-            ray.kill(actor)
-        placement.release()
-
-    return TrainSlab(trainers), RolloutSlab(rollouts, config), end
+def _restored(request: Sample, rows: Part) -> Part:
+    """`rows` in the order of the request's frontier. `ValueError` when they are not exactly the rows of that."""
+    return rows.select(restore_order(request.frontier.ids, rows.ids))
 
 
 def _renamed(segment: SegmentRef, objects: list[Any]) -> SegmentRef:

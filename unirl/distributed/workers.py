@@ -12,10 +12,12 @@ import torch
 
 from unirl.config import RunConfig
 from unirl.distributed.collective import join_group, open_store
+from unirl.distributed.coordinator import Share
 from unirl.distributed.models import build_model
 from unirl.distributed.payload import SegmentPayload, pack_segment, unpack_segment
 from unirl.distributed.sides import RolloutSide, TrainSide
 from unirl.protocols import WeightPush
+from unirl.reward.stack import ScoredRows
 from unirl.train.plan import RankPlan
 from unirl.train.stack import TrainResult
 from unirl.types import LatentSegment, Part, Sample
@@ -91,14 +93,21 @@ class Worker:
     def export_adapter(self, folder: str, average: bool) -> None:
         self._train.stack.export_adapter(folder, average=average)
 
-    def generate(self, request: Sample) -> tuple[tuple[Sample, dict[str, float]], SegmentPayload | int]:
-        """((light rows, seconds), trajectories): published as a second result, or kept here under a key (`colocate_store`)."""
-        sample, seconds, segment = self._rollout.generate(request)
+    def generate(
+        self, request: Sample, share: Share | None = None
+    ) -> tuple[ScoredRows, SegmentPayload | int | None]:
+        """(light rows, trajectories): published as a second result, or kept here under a key (`colocate_store`)."""
+        done, segment = self._rollout.generate(request, self._rank, share)
+        if segment is None:
+            return done, None
         if self._config.transport_kind == "object_store":
-            return (sample, seconds), pack_segment(segment)
+            return done, pack_segment(segment)
         self._segments[self._next_key] = segment
         self._next_key += 1
-        return (sample, seconds), self._next_key - 1
+        return done, self._next_key - 1
+
+    def score(self, rows: Part) -> ScoredRows:
+        return self._rollout.score(rows, self._rank)
 
     def send_segment(self, key: int) -> SegmentPayload:
         """Hands a kept trajectory over, once. As a call on this actor it waits for what the actor is doing."""

@@ -3,23 +3,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from unirl.protocols import Engine, Scorer
+from unirl.protocols import Engine, Scorer, UnitSource
 from unirl.reward.score import score_rows
+from unirl.reward.units import Batch, BatchSource, FixedBatches, PulledUnits
+from unirl.schedule.plan import RolloutPlan
+from unirl.schedule.policies import policy_for
+from unirl.schedule.timeline import Call
 from unirl.types import Part, Sample
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoredRows:
+    """What one rank did of a request.
+
+    Attributes:
+        sample: the request with only these rows, in the order in which they were done; None when there were none.
+        calls: of the engine and of the scorers; times are unix seconds.
+        num_stolen_units: units among them that were another rank's.
+    """
+
+    sample: Sample | None
+    calls: tuple[Call, ...]
+    num_stolen_units: int = 0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """`generate_s` and `score_s`; with overlap they add up to more than the time that passed."""
+        totals = {"generate_s": 0.0, "score_s": 0.0}
+        for call in self.calls:
+            totals[f"{call.phase}_s"] += call.end - call.start
+        return totals
+
+
 class RewardStack:
-    """Generates a request in micro-batches and scores every one.
+    """Generates rows in micro-batches and scores every one.
 
     Args:
         engine: fills a request's frontier.
-        scorers: by name; each gives a column of `component_rewards`.
-        micro_batch_size: rows a call of the engine; whole groups are kept together where they fit.
+        scorers: by name; each gives a column of `component_rewards`. Without any, rows are left unscored.
+        micro_batch_size: rows a call of the engine, at most.
         overlap: score one micro-batch in a thread while the engine generates the next.
+
+    How rows are cut into calls and which rank runs them changes when a row is done, and nothing about the row, as long as
+    the engine's rows do not depend on their batch.
     """
 
     def __init__(
@@ -30,23 +61,92 @@ class RewardStack:
         self.micro_batch_size = micro_batch_size
         self.overlap = overlap
 
-    def generate_and_score(self, request: Sample) -> tuple[Sample, dict[str, float]]:
-        """The request with its frontier generated and scored, and seconds spent: `generate_s`, `score_s`."""
+    def generate_and_score(self, request: Sample) -> Sample:
+        """The whole request, its frontier generated and scored: the loop without a schedule."""
+        done = self.run_alone(request).sample
+        assert done is not None
+        return done
+
+    def run_alone(self, request: Sample, *, rank: int = 0) -> ScoredRows:
+        """All rows of a request in order, whole groups kept together where they fit into a micro-batch."""
+        ids = request.frontier.ids
+        batches = [
+            Batch(rows, ids[rows[0]] if len(rows) == 1 else f"{ids[rows[0]]} .. {ids[rows[-1]]}")
+            for rows in micro_batches(request.frontier.group_ids, self.micro_batch_size)
+        ]
+        return self._run(request, FixedBatches(batches), rank)
+
+    def run_share(
+        self, request: Sample, plan: RolloutPlan, rank: int, source: UnitSource | None = None
+    ) -> ScoredRows:
+        """What a schedule gives to this rank, one unit after another.
+
+        Args:
+            request: all rows of the rollout, so that the rank can run any of them.
+            source: the ranks' coordinator, where the plan needs one.
+
+        Raises:
+            ValueError: stealing, and an engine whose noise is not keyed by row.
+        """
+        policy_for(plan.schedule, engine=self.engine.name, noise_keyed_by_row=self.engine.noise_keyed_by_row)
+        if source is None:
+            assert not plan.needs_coordinator, f"schedule {plan.schedule} needs the ranks' coordinator"
+            source = plan.coordinator()
+        place = {row_id: index for index, row_id in enumerate(request.frontier.ids)}
+        return self._run(request, PulledUnits(plan, rank, place, source), rank)
+
+    def score_share(self, rows: Part, *, rank: int = 0) -> ScoredRows:
+        """Scores rows that any rank generated; images stay behind."""
+        begin = time.time()
+        scored = self._scored(rows).replace(media=None)
+        sizes = "+".join(dict.fromkeys(f"{canvas.height}x{canvas.width}" for canvas in rows.canvases()))
+        label = f"{rows.ids[0]} .. {rows.ids[-1]}"
+        call = Call(rank, begin, time.time(), "score", label, len(rows), sizes)
+        return ScoredRows(Sample((scored,)), (call,))
+
+    def _scored(self, rows: Part) -> Part:
+        return rows.replace(component_rewards=score_rows(self.scorers, rows))
+
+    def _run(self, request: Sample, source: BatchSource, rank: int) -> ScoredRows:
         frontier = request.frontier
         self.engine.check(frontier)
-        seconds = {"generate_s": 0.0, "score_s": 0.0}
-        scored: list[Part | Future[Part]] = []
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            for rows in micro_batches(frontier.group_ids, self.micro_batch_size):
-                micro = request.replace_frontier(frontier.select(rows))
-                part = _timed(seconds, "generate_s", lambda micro=micro: self.engine.generate(micro).frontier)
-                work = lambda part=part: _timed(seconds, "score_s", lambda: self._score(part))  # noqa: E731
-                scored.append(pool.submit(work) if self.overlap else work())
-        parts = [p.result() if isinstance(p, Future) else p for p in scored]
-        return request.replace_frontier(Part.concat(parts)), seconds
+        canvases = [f"{canvas.height}x{canvas.width}" for canvas in frontier.canvases()]
+        zero = time.time() - time.perf_counter()
+        calls: list[Call] = []
+        kept: list[Part | Future[Part]] = []
+        num_stolen_units = 0
 
-    def _score(self, part: Part) -> Part:
-        return part.replace(component_rewards=score_rows(self.scorers, part))
+        def note(phase: str, batch: Batch, begin: float) -> None:
+            end = time.perf_counter()
+            sizes = "+".join(dict.fromkeys(canvases[row] for row in batch.rows))
+            calls.append(
+                Call(rank, zero + begin, zero + end, phase, batch.label, len(batch.rows), sizes, batch.stolen)
+            )
+
+        def scored(batch: Batch, part: Part) -> Part:
+            begin = time.perf_counter()
+            part = self._scored(part)
+            note("score", batch, begin)
+            return part
+
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            batch = source.first()
+            while batch is not None:
+                begin = time.perf_counter()
+                micro = request.replace_frontier(frontier.select(batch.rows))
+                part = self.engine.generate(micro).frontier
+                note("generate", batch, begin)
+                result: Part | Future[Part] = part
+                if self.scorers:
+                    result = beside.submit(scored, batch, part) if self.overlap else scored(batch, part)
+                wanted, following = source.next(batch, time.perf_counter() - begin)
+                if wanted:
+                    kept.append(result)
+                    num_stolen_units += batch.num_units * batch.stolen
+                batch = following
+        parts = [part.result() if isinstance(part, Future) else part for part in kept]
+        sample = request.replace_frontier(Part.concat(parts)) if parts else None
+        return ScoredRows(sample, tuple(calls), num_stolen_units)
 
 
 def micro_batches(group_ids: Sequence[str], size: int) -> list[list[int]]:
@@ -64,10 +164,3 @@ def micro_batches(group_ids: Sequence[str], size: int) -> list[list[int]]:
             batches[-1].extend(chunk)
         start = end
     return [b for b in batches if b]
-
-
-def _timed(seconds: dict[str, float], key: str, work: Callable[[], Part]) -> Part:
-    begin = time.perf_counter()
-    result = work()
-    seconds[key] += time.perf_counter() - begin
-    return result

@@ -39,7 +39,7 @@ class RolloutPlan:
 
     def unit_table(self) -> UnitTable:
         """The units; equal on every rank."""
-        atoms = min(self.min_rows, self.max_rows) if self.is_adaptive else None
+        atoms = self.min_rows if self.is_adaptive else None
         return build_unit_table(self.groups, self.cost, max_rows=self.max_rows, min_rows=atoms)
 
     def coordinator(self, correction: RankCorrection | None = None) -> Coordinator:

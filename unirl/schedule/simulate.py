@@ -64,10 +64,10 @@ class Timeline:
             units = [table.units[unit_id] for unit_id in span.unit_ids]
             group = table.groups[units[0].group]
             num_rows = sum(unit.num_rows for unit in units)
-            tokens = group.workload.tokens
+            canvas = f"{group.workload.tokens} tokens"
             calls.append(
                 Call(
-                    span.rank, span.start, span.end, "generate", group.group_id, num_rows, tokens, span.stolen
+                    span.rank, span.start, span.end, "generate", group.group_id, num_rows, canvas, span.stolen
                 )
             )
         return CallTimeline(tuple(calls), self.num_ranks, self.num_stolen_units)

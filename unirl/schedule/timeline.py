@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 class Call(NamedTuple):
     """One call on one rank, from `start` to `end`: of the engine, or of the scorers (`phase` "score").
 
-    `label` is the group, or the first and last of several; `tokens` are those of its largest row; `stolen` says that the rows
+    `label` is the group, or the first and last row of several; `canvas` the rows' size in words; `stolen` says that the rows
     were another rank's.
     """
 
@@ -22,7 +22,7 @@ class Call(NamedTuple):
     phase: str
     label: str
     num_rows: int
-    tokens: int
+    canvas: str
     stolen: bool = False
 
 
@@ -91,7 +91,7 @@ def chrome_trace(timelines: Sequence[tuple[str, CallTimeline]], *, scale_us: flo
                     "tid": 2 * call.rank + (call.phase == "score"),
                     "ts": (call.start - timeline.begin) * scale_us,
                     "dur": (call.end - call.start) * scale_us,
-                    "args": {"rows": call.num_rows, "tokens": call.tokens, "stolen": call.stolen},
+                    "args": {"rows": call.num_rows, "canvas": call.canvas, "stolen": call.stolen},
                 }
             )
     return {"displayTimeUnit": "ms", "traceEvents": events}
@@ -121,7 +121,7 @@ def read_trace(trace: Mapping[str, Any], *, scale_us: float = 1e6) -> list[tuple
                     phase=event["cat"].split(",")[0],
                     label=event["name"],
                     num_rows=args["rows"],
-                    tokens=args["tokens"],
+                    canvas=args["canvas"],
                     stolen=args["stolen"],
                 )
             )

@@ -23,6 +23,7 @@ class TrainsideEngine:
 
     name = "trainside"
     noise_keyed_by_row = True
+    min_pack_rows = 1
 
     def __init__(
         self,

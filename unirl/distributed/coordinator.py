@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule's state where all ranks reach it. The actor forwards to the pure coordinator of each rollout in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from unirl.protocols import UnitSource
+from unirl.schedule.coordinator import Assignment, Coordinator
+from unirl.schedule.cost import RankCorrection
+from unirl.schedule.plan import RolloutPlan
+
+
+class OpenRollouts:
+    """The coordinators of the rollouts in flight, by number; runs as an actor.
+
+    How slow each rank is, measured against the predicted cost, is remembered from one rollout to the next. Calls for a
+    rollout that is closed, from a rank that was given up on but lives, get nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, Coordinator] = {}
+        self._corrections: dict[int, RankCorrection] = {}
+
+    def open(self, number: int, plan: RolloutPlan) -> str:
+        """Starts rollout `number`; returns the digest of its units."""
+        correction = self._corrections.setdefault(plan.num_ranks, RankCorrection(plan.num_ranks))
+        coordinator = plan.coordinator(correction)
+        self._open[number] = coordinator
+        return coordinator.table.digest
+
+    def pull(self, number: int, rank: int) -> Assignment | None:
+        return self._open[number].pull(rank) if number in self._open else None
+
+    def done_and_pull(
+        self, number: int, rank: int, lease: int, seconds: float | None
+    ) -> tuple[bool, Assignment | None]:
+        if number not in self._open:
+            return False, None
+        return self._open[number].done_and_pull(rank, lease, seconds)
+
+    def lost(self, number: int, rank: int) -> tuple[int, ...]:
+        """Takes back what a dead rank had queued, was running or had finished; its rows died with it."""
+        return self._open[number].lost(rank)
+
+    def close(self, number: int) -> None:
+        self._open.pop(number, None)
+
+
+class RemoteUnits:
+    """One rollout of an `OpenRollouts` actor as a `UnitSource`: one round trip a call of the engine."""
+
+    def __init__(self, actor: Any, number: int) -> None:
+        self._actor = actor
+        self._number = number
+
+    def pull(self, rank: int) -> Assignment | None:
+        return ray.get(self._actor.pull.remote(self._number, rank))
+
+    def done_and_pull(self, rank: int, lease: int, seconds: float | None) -> tuple[bool, Assignment | None]:
+        return ray.get(self._actor.done_and_pull.remote(self._number, rank, lease, seconds))
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part in a rollout: the plan, who it is in it, and the ranks' coordinator where there is one."""
+
+    plan: RolloutPlan
+    rank: int
+    number: int
+    actor: Any | None = None
+
+    def source(self) -> UnitSource:
+        """Where the rank pulls from."""
+        return self.plan.coordinator() if self.actor is None else RemoteUnits(self.actor, self.number)
+
+
+def start_coordinator() -> Any:
+    """Starts the actor. It needs no core of its own: a call takes microseconds."""
+    return ray.remote(num_cpus=0)(OpenRollouts).remote()
