@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unirl.ops import _native
 
-TILE = 2048
+TILE = 1024
 """Elements of a program."""
 SUM_BLOCK = 128
 
@@ -261,12 +261,11 @@ def _run(
 ) -> None:
     """Launch the forward (``grad_out`` is ``None``; the result goes to ``targets[0]``) or the backward."""
     num_rows, seq, channels = cond.shape
-    branches = [
-        None if branch is None else _native.contiguous_rows(branch)
+    # A kernel gets the conditional velocity for a branch that is not given, and does not read it.
+    operands = [
+        _native.contiguous_rows(cond if branch is None else branch)
         for branch in (cond, text_uncond, image_uncond)
     ]
-    # A kernel gets some pointer for what is not given, and never reads it.
-    operands = [branches[0] if branch is None else branch for branch in branches]
     upstream = operands[0] if grad_out is None else _native.contiguous_rows(grad_out)
     per_row = (text_scale.contiguous(), image_scale.contiguous())
     counts = per_row[0] if lengths is None else lengths.contiguous()
