@@ -32,8 +32,9 @@ class OpenRollouts:
         self._open[number] = coordinator
         return coordinator.table.digest
 
-    def pull(self, number: int, rank: int) -> Assignment | None:
-        return self._open[number].pull(rank) if number in self._open else None
+    def start(self, number: int, rank: int) -> Assignment | None:
+        """The first pull of a rank's call. A call that is made again means that its first worker died."""
+        return self._open[number].start(rank) if number in self._open else None
 
     def done_and_pull(
         self, number: int, rank: int, lease: int, seconds: float | None
@@ -51,14 +52,14 @@ class OpenRollouts:
 
 
 class RemoteUnits:
-    """One rollout of an `OpenRollouts` actor as a `UnitSource`: one round trip a call of the engine."""
+    """One rollout of an `OpenRollouts` actor as a rank's `UnitSource`: one round trip a call of the engine."""
 
     def __init__(self, actor: Any, number: int) -> None:
         self._actor = actor
         self._number = number
 
     def pull(self, rank: int) -> Assignment | None:
-        return ray.get(self._actor.pull.remote(self._number, rank))
+        return ray.get(self._actor.start.remote(self._number, rank))
 
     def done_and_pull(self, rank: int, lease: int, seconds: float | None) -> tuple[bool, Assignment | None]:
         return ray.get(self._actor.done_and_pull.remote(self._number, rank, lease, seconds))

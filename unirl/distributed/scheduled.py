@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import ray
+from ray import get, put
 from ray.exceptions import RayActorError, RayTaskError
 
 from unirl.distributed.coordinator import Share, start_coordinator
@@ -47,25 +47,29 @@ class ScheduledDispatcher:
 
     Args:
         actors: the slab's workers, with `generate(request, share)`. One that dies is taken out of this very list.
+        ray: waits for the workers and ends them: the module, or whatever watches over them.
         plan_fn: (request, number of ranks) to a plan whose owners are positions in `actors`.
         collect_fn: (request, what the ranks did) to groups. Rows are in any order; it puts them back and verifies them.
         ray: the module, or what watches the workers with its `get`, `wait` and `kill`.
 
     When a rank dies, its units, unstarted, running and finished alike, go to the ranks that still pull; what is missing when all
-    have ended is planned anew over those that live. A row is taken from the one call that returned it, so none is
-    done twice. An exception of a rank's own is no death: `collect` raises it, and nothing is tried again.
+    have ended is planned anew over those that live. A rank that is started again and begins anew gives back what it had in
+    the same way. A row is taken from the one call that returned it, so none is done twice. An exception of a rank's
+    own is no death: `collect` raises it, and nothing is tried again.
     """
 
     def __init__(
         self,
         actors: list[Any],
         *,
+        ray: Any,
         plan_fn: Callable[[Sample, int], RolloutPlan],
         collect_fn: Callable[[Sample, Sequence[DoneShare]], Sequence[Any]],
         ray: Any = ray,
     ) -> None:
         self._ray = ray
         self._actors = actors
+        self._ray = ray
         self._rank_of = {actor: rank for rank, actor in enumerate(actors)}
         self._plan_fn = plan_fn
         self._collect_fn = collect_fn
@@ -74,7 +78,7 @@ class ScheduledDispatcher:
 
     def launch(self, request: Sample) -> _Generation:
         plan = self._plan_fn(request, len(self._actors))
-        generation = _Generation(request, ray.put(request), plan)
+        generation = _Generation(request, put(request), plan)
         self._start(generation, plan)
         return generation
 
@@ -102,7 +106,7 @@ class ScheduledDispatcher:
             if self._coordinator is None:
                 self._coordinator = start_coordinator()
             actor = self._coordinator
-            digest = ray.get(actor.open.remote(generation.number, plan))
+            digest = get(actor.open.remote(generation.number, plan))
             assert digest == plan.unit_table().digest, "coordinator and driver derived different units"
         for rank, worker in enumerate(self._actors):
             share = Share(plan, rank, generation.number, actor)
@@ -147,7 +151,7 @@ class ScheduledDispatcher:
         if not self._actors:
             generation.error = generation.error or error
         elif generation.plan.needs_coordinator:
-            ray.get(self._coordinator.lost.remote(generation.number, rank))
+            get(self._coordinator.lost.remote(generation.number, rank))
 
     def _finish_round(self, generation: _Generation) -> None:
         if generation.plan.needs_coordinator:

@@ -90,6 +90,12 @@ class Coordinator:
 
     # ---- what a rank calls
 
+    def start(self, rank: int) -> Assignment | None:
+        """The first `pull` of a rank that holds nothing: whatever it had pulled before is lost, and handed out again."""
+        if rank in self._finished or any(lease.rank == rank for lease in self._leases.values()):
+            self.lost(rank)
+        return self.pull(rank)
+
     def pull(self, rank: int) -> Assignment | None:
         """The next units for `rank`, now its own to run; None when nothing is unstarted that it may run."""
         if rank in self._lost_ranks:
