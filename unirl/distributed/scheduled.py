@@ -47,10 +47,9 @@ class ScheduledDispatcher:
 
     Args:
         actors: the slab's workers, with `generate(request, share)`. One that dies is taken out of this very list.
-        ray: waits for the workers and ends them: the module, or whatever watches over them.
+        ray: the module, or what watches the workers with its `get`, `wait` and `kill`.
         plan_fn: (request, number of ranks) to a plan whose owners are positions in `actors`.
         collect_fn: (request, what the ranks did) to groups. Rows are in any order; it puts them back and verifies them.
-        ray: the module, or what watches the workers with its `get`, `wait` and `kill`.
 
     When a rank dies, its units, unstarted, running and finished alike, go to the ranks that still pull; what is missing when all
     have ended is planned anew over those that live. A rank that is started again and begins anew gives back what it had in
@@ -65,9 +64,7 @@ class ScheduledDispatcher:
         ray: Any,
         plan_fn: Callable[[Sample, int], RolloutPlan],
         collect_fn: Callable[[Sample, Sequence[DoneShare]], Sequence[Any]],
-        ray: Any = ray,
     ) -> None:
-        self._ray = ray
         self._actors = actors
         self._ray = ray
         self._rank_of = {actor: rank for rank, actor in enumerate(actors)}
@@ -125,13 +122,10 @@ class ScheduledDispatcher:
             worker, rank, store = running.pop(light)
             try:
                 rows: ScoredRows = self._ray.get(light)
-            except RayActorError as error:
-                if isinstance(error, RayTaskError):  # raised inside the worker, by another actor's death
-                    generation.error = generation.error or error
-                    continue
-                self._bury(generation, worker, rank, error)
-            except Exception as error:  # whatever the engine raised; it comes out of collect
+            except RayTaskError as error:  # whatever the engine raised; it comes out of collect
                 generation.error = generation.error or error
+            except RayActorError as error:
+                self._bury(generation, worker, rank, error)
             else:
                 generation.done.append(DoneShare(worker, self._on_the_slabs_ranks(rows, worker), store))
         if ended and not running:
