@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unirl.config import RunConfig, check
 from unirl.distributed.models import check_model, model_limits
+from unirl.distributed.workloads import RowCosts
 from unirl.metrics import check_sinks
 from unirl.reward import check_scorers
 from unirl.reward.set_metrics import check_set_metrics
@@ -24,6 +25,7 @@ class Plan:
     config: RunConfig
     asynchronous: bool
     requests: Requests
+    row_costs: RowCosts
     run_dir: RunDir
     checkpoints: RunCheckpoints
     text: str
@@ -37,7 +39,10 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
     check_set_metrics(config.eval.set_metrics)
     check_sinks(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
     check_model(config)
+    row_costs = RowCosts(config)
     requests = Requests(config)
+    if requests.dataset.has_images:
+        row_costs.check_source_images()
     limits = model_limits(config)
     requests.check_canvases(pixel_stride=limits.pixel_stride, max_side=limits.max_side)
     run_dir = RunDir(Path(config.run_dir))
@@ -47,7 +52,13 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
         run_dir.check_recipe(config)
     checkpoints = RunCheckpoints(config, run_dir)
     return Plan(
-        config, asynchronous, requests, run_dir, checkpoints, describe(config, asynchronous, requests)
+        config,
+        asynchronous,
+        requests,
+        row_costs,
+        run_dir,
+        checkpoints,
+        describe(config, asynchronous, requests),
     )
 
 

@@ -39,6 +39,7 @@ class RunDir:
         self.config_file = self.path / "config.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.samples = self.path / "samples"
+        self.timelines = self.path / "timeline"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
 
