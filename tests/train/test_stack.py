@@ -318,6 +318,7 @@ def test_a_version_is_one_set_of_weights():
     first = stack.build_push(0)
     stack.keep_pushed(0)
     train(stack, small.batch(stack.stage))
+    stack.keep_pushed(0)  # kept already: it stays what the engine got
     again, new = stack.build_push(0), stack.build_push(1)
     assert again.digest == first.digest != new.digest
     assert (again.policy_step, new.policy_step) == (0, 1)

@@ -19,8 +19,9 @@ class RatioMismatch(ValueError):  # noqa: N818 (a state of affairs, not a kind o
 
 @dataclasses.dataclass(frozen=True)
 class RowDrift:
-    """One row's largest |replayed - stored log-prob|, and |ratio - 1|, under the weights that generated "
-    "it."""
+    """One row's largest |replayed - stored log-prob|, and |ratio - 1|, under the weights that generated
+    it.
+    """
 
     row_id: str
     canvas: str

@@ -41,8 +41,9 @@ def columns_to_tensors(value: Any, name: str) -> tuple[dict[str, torch.Tensor], 
 
 
 def columns_from_tensors(description: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Puts together what `columns_to_tensors` took apart: equal values, bit for bit, and of the same "
-    "types."""
+    """Puts together what `columns_to_tensors` took apart: equal values, bit for bit, and of the same
+    types.
+    """
     match description:
         case None | bool() | int() | float() | str():
             return description

@@ -34,8 +34,9 @@ class PushedWeights:
     def keep(
         self, push_version: int, policy_step: int, tensors: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Keeps the live weights, or `tensors`, as those of `push_version`; a kept version does not "
-        "change."""
+        """Keeps the live weights, or `tensors`, as those of `push_version`; a kept version does not
+        change.
+        """
         if not self._keeps or push_version in self._versions:
             return
         source = self._parameters if tensors is None else tensors

@@ -63,10 +63,8 @@ def build_push(
             "(unirl.train.trainable.swapped)"
         )
     source = lora.merged_weights(model) if kind == "merged" else (values or trained_parameters(model))
-    tensors = {
-        name: tensor.detach().to(device="cpu", dtype=wire_dtype or tensor.dtype, copy=True).contiguous()
-        for name, tensor in source.items()
-    }
+    # Digested where they are: a whole model is read at the device's speed, not the host's.
+    canonical = {n: t.detach().to(dtype=wire_dtype or t.dtype).contiguous() for n, t in source.items()}
     adapter = None
     if kind == "adapter":
         layers = lora.lora_layers(model)
@@ -75,7 +73,8 @@ def build_push(
             "rank": next(iter(layers.values())).r[lora.ADAPTER_NAME],
             "alpha": next(iter(layers.values())).lora_alpha[lora.ADAPTER_NAME],
         }
-    digest = digest_of(tensors, adapter["scaling"] if adapter else None)
+    digest = digest_of(canonical, adapter["scaling"] if adapter else None)
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in canonical.items()}
     return WeightPush(push_version, policy_step, kind, tensors, digest, adapter)
 
 
@@ -102,11 +101,12 @@ def bind_push(model: torch.nn.Module, push: WeightPush) -> None:
 
 
 def verify_push(model: torch.nn.Module, push: WeightPush) -> tuple[int, int]:
-    """The digest of the live parameters; `WeightMismatch` names the tensors when it is not the "
-    "push's."""
+    """The digest of the live parameters; `WeightMismatch` names the tensors when it is not the
+    push's.
+    """
     live = _receiving(model, push)
     landed = {
-        name: live[name].detach().to(device="cpu", dtype=tensor.dtype).contiguous()
+        name: live[name].detach().to(dtype=tensor.dtype).contiguous()
         for name, tensor in push.tensors.items()
         if name in live
     }
@@ -164,7 +164,7 @@ def _diagnosis(
     wrong = [
         n
         for n, t in landed.items()
-        if not torch.equal(t.view(torch.uint8), push.tensors[n].view(torch.uint8))
+        if not torch.equal(t.cpu().view(torch.uint8), push.tensors[n].view(torch.uint8))
     ]
     sent_scaling: Mapping[str, float] | None = (push.adapter or {}).get("scaling")
     found = []
@@ -203,7 +203,7 @@ def _name_key(name: str) -> tuple[int, int]:
 
 def _product_probe(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """float32 `[NUM_PROBES, out]`: scale * B (A x), with A `[r, in]`, B `[out, r]`."""
-    index = torch.arange(NUM_PROBES * a.shape[1], dtype=torch.int64).reshape(NUM_PROBES, -1)
+    index = torch.arange(NUM_PROBES * a.shape[1], dtype=torch.int64, device=a.device).reshape(NUM_PROBES, -1)
     # Bits of a multiplicative hash: the same signs everywhere, and no random state.
     signs = 1.0 - 2.0 * (((index + 1) * 2654435761 >> 15) & 1).double()
     hidden = _halving_sum(a.double()[None] * signs[:, None])
