@@ -25,6 +25,7 @@ NUM_HALF_B = 899
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 PHRASINGS = (
+    "{}",
     "a handwritten {}",
     "the digit {}",
     "a scan of the number {}",
@@ -36,7 +37,6 @@ PHRASINGS = (
     "somebody's handwritten {}",
     "the figure {} in grey ink",
     "draw the number {}",
-    "a small {} in black and white",
 )
 """What the generator is trained on. No article stands before the digit's word, so only the word tells the
 digits apart.
