@@ -127,6 +127,25 @@ def test_mismatch_on_one_rank_stops_all_of_them_before_the_step():
     assert sorted(r.ids for r in results) == [(), ("r0.p0/0",)]
 
 
+@pytest.mark.parametrize("source", ["rollout", "replay"])
+def test_rank_without_a_live_row_takes_part_in_the_sums_and_in_the_step(source):
+    part, _ = uneven_batch()
+    part = part.replace(weights=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64))
+    plan = plan_updates(
+        part.group_ids, part.canvases(), [1.0] * 6, WORLD, 1, 2, weights=part.weights.tolist()
+    )
+    assert sorted(len(plan.for_rank(r).rows) for r in range(WORLD)) == [0, 1]
+
+    def work(stack: TrainStack) -> dict[str, Any]:
+        rows = part if plan.for_rank(stack.collective.rank).rows else part.replace(segment=None)
+        return run_rank(rows, plan, stack)
+
+    results = on_threads(work, old_logp_source=source)
+    assert same(results[0]["weights"], results[1]["weights"])
+    assert not same(results[0]["weights"], weights(make_stack()))
+    assert merge_results([r["result"] for r in results])["rows/trained"] == 1
+
+
 def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all():
     part, plan = uneven_batch()
     advantages = part.advantages.clone()

@@ -208,6 +208,8 @@ class TrainStack:
 
     def _anchor(self, part: Part, plan: RankPlan, checks: ReplayChecks) -> Part:
         """Old log-probs as `old_logp_source` asks; under lag and `rollout`, one parity probe."""
+        if len(part) == 0:  # no live row came to this rank; it still takes part in the sums
+            return part
         if self.config.old_logp_source == "replay":
             return self._recompute(part, plan, checks)
         for rows in plan.updates[0].micros:

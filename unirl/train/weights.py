@@ -164,7 +164,9 @@ def _diagnosis(
     wrong = [
         n
         for n, t in landed.items()
-        if not torch.equal(t.cpu().view(torch.uint8), push.tensors[n].view(torch.uint8))
+        if not torch.equal(
+            t.cpu().reshape(-1).view(torch.uint8), push.tensors[n].reshape(-1).view(torch.uint8)
+        )
     ]
     sent_scaling: Mapping[str, float] | None = (push.adapter or {}).get("scaling")
     found = []
