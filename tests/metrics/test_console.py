@@ -33,7 +33,7 @@ class Clock:
 
 def test_a_rollout_is_one_line_with_the_ratio_in_scientific_form() -> None:
     assert format_rollout(2, 30, METRICS) == (
-        " 3/30 reward 0.412 |ratio-1| 3.1e-09 clip 0.10 (max 0.40) gn 2.1e-03 "
+        " 3/30 reward 0.412 |ratio-1| 3.1e-09 clip 0.100 (max 0.400) gn 2.1e-03 "
         "| gen 0.30 xfer 0.01 score 0.02 train 0.14 push 0.01 s | stale 1 lag 2"
     )
 
@@ -62,16 +62,27 @@ def test_plain_mode_prints_one_line_a_rollout_with_the_time_left() -> None:
     sink.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[0].endswith("| 19:20 left")  # 29 rollouts at 40 s
-    assert lines[2].endswith("| 0:54 left")  # 27 at the median, 2 s: the slow start has faded out
+    assert lines[0].endswith("| ? left")  # the first rollout holds the start-up
+    assert lines[1].endswith("| 0:56 left") and lines[2].endswith("| 0:54 left")  # 28 and 27 rollouts at 2 s
 
 
 def test_an_evaluation_is_its_own_line_and_no_rollout() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(30, mode="plain", stream=stream)
-    sink.write(0, {"eval/digit": 0.389, "eval/svm": 0.43, "eval/reward": 0.389, "eval/version": 0})
+    sink.write(
+        0,
+        {
+            "eval/digit": 0.389,
+            "eval/svm": 0.43,
+            "eval/reward": 0.389,
+            "eval/version": 0,
+            "eval/held/reward": 0.25,
+        },
+    )
     sink.close()
-    assert stream.getvalue() == "eval at 0: reward 0.389 svm 0.430 (policy version 0)\n"
+    assert (
+        stream.getvalue() == "eval at 0 (policy version 0): reward 0.389 svm 0.430\n     held: reward 0.250\n"
+    )
 
 
 def test_a_terminal_gets_the_line_and_a_progress_bar() -> None:

@@ -45,7 +45,7 @@ class ConsoleSink:
         self.num_rollouts = num_rollouts
         self._stream = stream if stream is not None else sys.stdout
         self._clock = clock
-        self._last = clock()
+        self._last, self._ticking = clock(), False
         self._seconds: deque[float] = deque(maxlen=_RECENT_ROLLOUTS)
         self._progress: Any = None
         self._task: Any = None
@@ -76,8 +76,9 @@ class ConsoleSink:
                 self.message(f"{line} | {_clock_text(left)} left")
 
     def seconds_left(self, done: int) -> float:
-        """The remaining rollouts times the median of the last few (the first one, with its start-up cost,
-        fades out); NaN at first.
+        """The remaining rollouts times the median of the last few; NaN at first.
+
+        The first rollout of a process tells nothing: it holds the start-up and the first evaluation.
         """
         if not self._seconds:
             return math.nan
@@ -90,8 +91,9 @@ class ConsoleSink:
 
     def _tick(self) -> None:
         now = self._clock()
-        self._seconds.append(now - self._last)
-        self._last = now
+        if self._ticking:
+            self._seconds.append(now - self._last)
+        self._last, self._ticking = now, True
 
     def _start_bar(self, first_step: int) -> None:
         from rich.console import Console
@@ -127,8 +129,8 @@ def format_rollout(step: int, num_rollouts: int, metrics: Mapping[str, Any]) -> 
     if distance is not None:
         parts.append(f"|ratio-1| {distance:.1e}")
     if "clip" in values:
-        worst = f" (max {_number(values['clip_max'], '.2f')})" if _differs(values, "clip", "clip_max") else ""
-        parts.append(f"clip {_number(values['clip'], '.2f')}{worst}")
+        worst = f" (max {_number(values['clip_max'], '.3f')})" if _differs(values, "clip", "clip_max") else ""
+        parts.append(f"clip {_number(values['clip'], '.3f')}{worst}")
     if "gn" in values:
         parts.append(f"gn {_number(values['gn'], '.1e')}")
     phases = [
@@ -152,16 +154,25 @@ def format_rollout(step: int, num_rollouts: int, metrics: Mapping[str, Any]) -> 
 
 
 def format_evaluation(step: int, metrics: Mapping[str, Any]) -> str:
-    """The evaluation's numbers on one line, or nothing when there are none."""
-    names = [name for name in metrics if name.startswith("eval/") and name != "eval/version"]
+    """The evaluation's numbers, a line a set, or nothing when there are none."""
+    # A scorer that is the whole reward would be shown twice.
+    names = [
+        n
+        for n in metrics
+        if n.startswith("eval/") and n != "eval/version" and not _repeats_reward(metrics, n)
+    ]
     if not names:
         return ""
-    # A scorer that is the whole reward would be shown twice.
-    names = [n for n in names if not _repeats_reward(metrics, n)]
     names.sort(key=lambda name: (name.count("/"), not name.endswith("/reward"), name))
-    numbers = " ".join(f"{name[5:]} {_number(to_scalar(name, metrics[name]), '.3f')}" for name in names)
+    sets: dict[str, list[str]] = {}
+    for name in names:
+        *of_set, last = name.split("/")[1:]
+        sets.setdefault("/".join(of_set), []).append(
+            f"{last} {_number(to_scalar(name, metrics[name]), '.3f')}"
+        )
+    lines = [f"{of_set}: {' '.join(numbers)}".removeprefix(": ") for of_set, numbers in sets.items()]
     version = f" (policy version {metrics['eval/version']})" if "eval/version" in metrics else ""
-    return f"eval at {step}: {numbers}{version}"
+    return f"eval at {step}{version}: " + "\n     ".join(lines)
 
 
 def ratio_distance(values: Mapping[str, Any]) -> float | None:
