@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (lane < 2) {
       const uint64_t header = mix(static_cast<uint64_t>(count + 1) * length_salt(lane));
-      out[2 * row + lane] = static_cast<int64_t>(mix(sums[lane] + header));
+      out[2 * row + lane] = static_cast<int64_t>(mix((lane == 0 ? sums[0] : sums[1]) + header));
     }
   }
 }
@@ -109,47 +109,45 @@ struct LaneKeys {
   uint64_t right[kDigestLanes + 1];  // of words 64 + 2 lane, 65 + 2 lane
 };
 
-// Adds this lane's four words of each tile of a batch to values[tile * 4 + digest lane].
-__device__ void hash_batch(const char* data, int64_t num_bytes, int64_t first_tile, int lane, const LaneKeys& keys,
-                           uint64_t* values) {
-  const int64_t batch_bytes = 8 * kTileWords * kTilesPerBatch;
-  const int64_t start = 8 * kTileWords * first_tile;
-  uint64_t words[kTilesPerBatch][4];
-  int64_t present = kTileWords * kTilesPerBatch;
-  if (start + batch_bytes <= num_bytes && reinterpret_cast<uint64_t>(data) % 16 == 0) {
+// Position in its tile of word `i` of four that a lane has.
+__device__ int place_of(int lane, int i) { return 64 * (i / 2) + 2 * lane + i % 2; }
+
+// Adds this lane's words of four whole tiles to values[tile * 4 + digest lane]; `data` is on a 16-byte boundary.
+__device__ void hash_whole_batch(const char* data, int lane, const LaneKeys& keys, uint64_t* values) {
+  ulonglong2 words[kTilesPerBatch][2];
 #pragma unroll
-    for (int tile = 0; tile < kTilesPerBatch; ++tile) {
-      const auto* pairs = reinterpret_cast<const ulonglong2*>(data + start + 8 * kTileWords * tile);
-      const ulonglong2 left = __ldcs(pairs + lane), right = __ldcs(pairs + 32 + lane);
-      words[tile][0] = left.x;
-      words[tile][1] = left.y;
-      words[tile][2] = right.x;
-      words[tile][3] = right.y;
-    }
-  } else {
-    const int64_t first_word = kTileWords * first_tile;
-    present = (num_bytes + 7) / 8 - first_word;
-#pragma unroll
-    for (int tile = 0; tile < kTilesPerBatch; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int64_t index = kTileWords * tile + 64 * (i / 2) + 2 * lane + i % 2;
-        words[tile][i] = index < present ? careful_word(data, num_bytes, first_word + index) : 0;
-      }
-    }
+  for (int tile = 0; tile < kTilesPerBatch; ++tile) {
+    const auto* pairs = reinterpret_cast<const ulonglong2*>(data + 8 * kTileWords * tile);
+    words[tile][0] = __ldcs(pairs + lane);
+    words[tile][1] = __ldcs(pairs + 32 + lane);
   }
 #pragma unroll
   for (int tile = 0; tile < kTilesPerBatch; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint64_t* key = i < 2 ? keys.left : keys.right;
-      // A word past the end adds nothing, unlike a word of zeros.
-      const bool real = kTileWords * tile + 64 * (i / 2) + 2 * lane + i % 2 < present;
+    for (int j = 0; j < kDigestLanes; ++j) {
+      const ulonglong2 left = words[tile][0], right = words[tile][1];
+      values[tile * kDigestLanes + j] = product(left.x, keys.left[j]) + product(left.y, keys.left[j + 1]) +
+                                        product(right.x, keys.right[j]) + product(right.y, keys.right[j + 1]);
+    }
+  }
+}
+
+// The same for a tensor's last tiles, or one that lies on no 16-byte boundary. A word past the end adds nothing,
+// unlike a word of zeros.
+__device__ void hash_partial_batch(const char* data, int64_t num_bytes, int64_t first_tile, int lane,
+                                   const LaneKeys& keys, uint64_t* values) {
+  const int64_t first_word = kTileWords * first_tile;
+  const int64_t present = (num_bytes + 7) / 8 - first_word;
 #pragma unroll
-      for (int j = 0; j < kDigestLanes; ++j) {
-        const uint64_t term = product(words[tile][i], key[i % 2 + j]);
-        values[tile * kDigestLanes + j] += real ? term : 0;
-      }
+  for (int tile = 0; tile < kTilesPerBatch; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t index = kTileWords * tile + place_of(lane, i);
+      if (index >= present) continue;
+      const uint64_t word = careful_word(data, num_bytes, first_word + index);
+      const uint64_t* key = i < 2 ? keys.left : keys.right;
+#pragma unroll
+      for (int j = 0; j < kDigestLanes; ++j) values[tile * kDigestLanes + j] += product(word, key[i % 2 + j]);
     }
   }
 }
@@ -198,7 +196,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     const int64_t first_tile = (batch - entry.first_batch) * kTilesPerBatch;
     uint64_t values[kTilesPerBatch * kDigestLanes] = {};
-    hash_batch(reinterpret_cast<const char*>(entry.address), entry.num_bytes, first_tile, lane, keys, values);
+    const char* data = reinterpret_cast<const char*>(entry.address);
+    const int64_t start = 8 * kTileWords * first_tile;
+    if (start + 8 * kTileWords * kTilesPerBatch <= entry.num_bytes && entry.address % 16 == 0) {
+      hash_whole_batch(data + start, lane, keys, values);
+    } else {
+      hash_partial_batch(data, entry.num_bytes, first_tile, lane, keys, values);
+    }
     exchange<16>(values, lane, 16);
     exchange<8>(values, lane, 8);
     exchange<4>(values, lane, 4);
