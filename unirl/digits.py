@@ -25,7 +25,6 @@ NUM_HALF_B = 899
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 PHRASINGS = (
-    "{}",
     "a handwritten {}",
     "the digit {}",
     "a scan of the number {}",
@@ -37,6 +36,7 @@ PHRASINGS = (
     "somebody's handwritten {}",
     "the figure {} in grey ink",
     "draw the number {}",
+    "{}",
 )
 """What the generator is trained on. No article stands before the digit's word, so only the word tells the
 digits apart.

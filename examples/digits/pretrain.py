@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the `bagel-digits` base by flow matching on half A of the scans, and measures and draws it.
 
-    python examples/digits/pretrain.py [--seed 0] [--steps 2200] [--output DIR] [--grid FILE]
+    python examples/digits/pretrain.py [--seed 0] [--steps 2400] [--output DIR] [--grid FILE]
 
 One seed and one thread count give one result. The base is meant to be mediocre in one respect only: the digit
 that a prompt names is replaced by a random one with probability `--wrong`, so it draws clean digits, often the
-wrong ones. Reinforcement learning then has something to learn that needs no better drawing.
+wrong ones; and as often it leaves a source image as it is. Reinforcement learning then has something to learn
+that needs no better drawing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ EMA_DECAY = 0.995
 SHIFT = 3.0
 SIBLINGS = 12
 CANVAS_SHARES = (0.5, 0.25, 0.25)
-EDIT_SHARE = 0.2
+EDIT_SHARE = 0.25
 WORDS_UNTIL, RIGHT_UNTIL = 0.12, 0.4
 """Shares of the run. First the digits' bare words on one canvas: from whole sentences a model this small takes
 ten times as long to find the word that matters. Then everything, with the right digits; then with wrong ones."""
@@ -57,7 +58,7 @@ TEXT_DROPOUT = 0.1
 """Share of steps without text, so that guidance has an unconditional branch."""
 IMAGE_DROPOUT = 0.1
 """Share of edit steps that see the request and not the source image."""
-NEAREST = 12
+NEAREST = 4
 """An edit's target is one of this many scans of the named digit that are most like the source."""
 
 
@@ -162,10 +163,13 @@ class Pretraining:
         )
 
     def _target(self, digit: int, source: int | None) -> int:
+        if source is not None:
+            # An edit goes wrong by leaving its source as it is, from which the model also learns to look at it.
+            near = self.corpus.nearest[source, digit]
+            return source if self._chance(self.wrong) else int(near[self._below(NEAREST)])
         wrong = self.wrong if self.progress >= RIGHT_UNTIL else 0.0
-        shown = self._below(10) if self._chance(wrong) else digit
-        choices = self.corpus.members[shown] if source is None else self.corpus.nearest[source, shown]
-        return int(choices[self._below(len(choices))])
+        members = self.corpus.members[self._below(10) if self._chance(wrong) else digit]
+        return int(members[self._below(len(members))])
 
     def _times(self, rows: int) -> Tensor:
         """Half of the rows uniform in time, half where the sampler's shifted schedule spends its steps."""
@@ -280,7 +284,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument(
         "--wrong", type=float, default=0.5, help="probability of a random digit as the target"
     )
