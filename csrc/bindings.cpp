@@ -11,6 +11,7 @@
 #include "cpu/guidance.h"
 #include "cpu/noise.h"
 #include "cpu/packing.h"
+#include "cpu/sibling_prefix_attention.h"
 #ifdef UNIRL_WITH_CUDA
 #include "cuda/digest.h"
 #include "cuda/packing.h"
@@ -95,6 +96,40 @@ unirl::GuidanceInputs guidance_inputs(const RowsTuple& cond, const RowsTuple& te
           std::get<0>(shape),
           std::get<1>(shape),
           std::get<2>(shape)};
+}
+
+#ifdef UNIRL_WITH_CUDA
+unirl::cuda::HeadedTensor headed(const HeadedTuple& t) {
+  return {pointer<const void>(std::get<0>(t)), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
+}
+
+unirl::cuda::SiblingAttention sibling_attention(const std::array<HeadedTuple, 6>& tensors, Address lse,
+                                                Address prefix_lengths, const std::array<int64_t, 7>& sizes,
+                                                bool float16, float scale) {
+  return {headed(tensors[0]), headed(tensors[1]), headed(tensors[2]), headed(tensors[3]), headed(tensors[4]),
+          headed(tensors[5]), pointer<float>(lse), pointer<const int64_t>(prefix_lengths), sizes[0], sizes[1],
+          sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], float16, scale};
+}
+#endif
+
+// (address, row stride, head stride, token stride) of [rows, heads, tokens, D], strides in elements.
+using FloatHeadedTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
+
+unirl::Headed float_headed(const FloatHeadedTuple& t) {
+  return {pointer<float>(std::get<0>(t)), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
+}
+
+// tensors: query, key, value, prefix_key, prefix_value; sizes: N, G, Hq, Hk, L, P, D.
+unirl::AttentionInputs attention_inputs(const std::vector<FloatHeadedTuple>& tensors, Address prefix_lengths,
+                                        const std::vector<int64_t>& sizes, float scale) {
+  return {float_headed(tensors[0]),
+          float_headed(tensors[1]),
+          float_headed(tensors[2]),
+          float_headed(tensors[3]),
+          float_headed(tensors[4]),
+          pointer<const int64_t>(prefix_lengths),
+          {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]},
+          scale};
 }
 
 }  // namespace
@@ -214,6 +249,30 @@ PYBIND11_MODULE(_C, m) {
       },
       no_gil);
 
+  m.def(
+      "sibling_prefix_attention",
+      [](const std::vector<FloatHeadedTuple>& tensors, Address prefix_lengths, const std::vector<int64_t>& sizes,
+         float scale, const FloatHeadedTuple& out, Address lse, int num_threads) {
+        unirl::sibling_prefix_attention(attention_inputs(tensors, prefix_lengths, sizes, scale), float_headed(out),
+                                        pointer<float>(lse), num_threads);
+      },
+      no_gil);
+
+  // gradients: of query, key, value, prefix_key, prefix_value.
+  m.def(
+      "sibling_prefix_attention_backward",
+      [](const std::vector<FloatHeadedTuple>& tensors, Address prefix_lengths, const std::vector<int64_t>& sizes,
+         float scale, const FloatHeadedTuple& out, Address lse, const FloatHeadedTuple& grad_out,
+         const std::vector<FloatHeadedTuple>& gradients, int num_threads) {
+        const unirl::AttentionGradients targets{float_headed(gradients[0]), float_headed(gradients[1]),
+                                                float_headed(gradients[2]), float_headed(gradients[3]),
+                                                float_headed(gradients[4])};
+        unirl::sibling_prefix_attention_backward(attention_inputs(tensors, prefix_lengths, sizes, scale),
+                                                 float_headed(out), pointer<const float>(lse), float_headed(grad_out),
+                                                 targets, num_threads);
+      },
+      no_gil);
+
 #ifdef UNIRL_WITH_CUDA
   m.attr("cuda_architectures") = UNIRL_CUDA_ARCHITECTURES;
 
@@ -249,14 +308,25 @@ PYBIND11_MODULE(_C, m) {
       "cuda_sibling_attention_forward",
       [](const std::array<HeadedTuple, 6>& tensors, Address lse, Address prefix_lengths,
          const std::array<int64_t, 7>& sizes, bool float16, float scale, Address stream) {
-        const auto tensor = [&](int i) {
-          const auto& [address, row, head, token] = tensors[i];
-          return unirl::cuda::HeadedTensor{pointer<const void>(address), row, head, token};
-        };
         unirl::cuda::sibling_attention_forward(
-            {tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), pointer<float>(lse),
-             pointer<const int64_t>(prefix_lengths), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-             sizes[6], float16, scale},
+            sibling_attention(tensors, lse, prefix_lengths, sizes, float16, scale), pointer<void>(stream));
+      },
+      no_gil);
+
+  m.def("cuda_sibling_attention_query_tiles", unirl::cuda::sibling_attention_query_tiles);
+
+  // gradients: of out (given), query, key, value; buffers: prefix_key's and prefix_value's gradients of each row,
+  // row_stats, partial_query, added, see cuda/sibling_prefix_attention.h.
+  m.def(
+      "cuda_sibling_attention_backward",
+      [](const std::array<HeadedTuple, 6>& tensors, Address lse, Address prefix_lengths,
+         const std::array<int64_t, 7>& sizes, bool float16, float scale, const std::array<HeadedTuple, 4>& gradients,
+         const std::array<Address, 5>& buffers, Address stream) {
+        unirl::cuda::sibling_attention_backward(
+            sibling_attention(tensors, lse, prefix_lengths, sizes, float16, scale),
+            {headed(gradients[0]), headed(gradients[1]), headed(gradients[2]), headed(gradients[3]),
+             pointer<float>(buffers[0]), pointer<float>(buffers[1]), pointer<float>(buffers[2]),
+             pointer<float>(buffers[3]), pointer<int32_t>(buffers[4])},
             pointer<void>(stream));
       },
       no_gil);

@@ -85,6 +85,15 @@ __device__ __forceinline__ void copy_to_shared(const CUtensorMap& map, uint32_t 
       : "memory");
 }
 
+// `bytes` adjacent bytes, a multiple of 16 as both addresses.
+__device__ __forceinline__ void copy_bytes_to_shared(const void* source, uint32_t target, uint32_t barrier,
+                                                     uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   target),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 __device__ __forceinline__ void copy_from_shared(const CUtensorMap& map, uint32_t source, const Box& at) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
@@ -167,12 +176,13 @@ __device__ __forceinline__ void pin(T (&registers)[kCount]) {
 #define UNIRL_ACCUMULATORS_64 UNIRL_ACCUMULATORS_32, UNIRL_D8(32), UNIRL_D8(40), UNIRL_D8(48), UNIRL_D8(56)
 #define UNIRL_ACCUMULATORS_72 UNIRL_ACCUMULATORS_64, UNIRL_D8(64)
 
-// d[64 x columns] (+)= a b, both operands in shared memory, both with the reduction along their columns.
-#define UNIRL_PRODUCT_SHARED(columns, type, count, a_operand, b_operand, p_operand)                             \
+// d[64 x columns] (+)= a b, both operands in shared memory. transpose 0: the reduction runs along the columns of both;
+// 1: along the rows of both.
+#define UNIRL_PRODUCT_SHARED(columns, type, count, a_operand, b_operand, p_operand, transpose)                             \
   asm volatile(                                                                                               \
       "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " p_operand                                         \
       ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" UNIRL_REGISTERS_##count \
-      "}, " a_operand ", " b_operand ", accumulate, 1, 1, 0, 0;\n}"                                           \
+      "}, " a_operand ", " b_operand ", accumulate, 1, 1, " #transpose ", " #transpose ";\n}" \
       : UNIRL_ACCUMULATORS_##count                                                                            \
       : "l"(a), "l"(b), "r"(accumulate))
 
@@ -187,11 +197,23 @@ __device__ __forceinline__ void pin(T (&registers)[kCount]) {
 template <typename Element, int kCount>
 __device__ __forceinline__ void product_shared(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
   constexpr bool kBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
-  static_assert(kCount == 64 || kCount == 72);
-  if constexpr (kCount == 64 && kBfloat16) UNIRL_PRODUCT_SHARED(128, "bf16", 64, "%64", "%65", "%66");
-  if constexpr (kCount == 64 && !kBfloat16) UNIRL_PRODUCT_SHARED(128, "f16", 64, "%64", "%65", "%66");
-  if constexpr (kCount == 72 && kBfloat16) UNIRL_PRODUCT_SHARED(144, "bf16", 72, "%72", "%73", "%74");
-  if constexpr (kCount == 72 && !kBfloat16) UNIRL_PRODUCT_SHARED(144, "f16", 72, "%72", "%73", "%74");
+  static_assert(kCount == 32 || kCount == 64 || kCount == 72);
+  if constexpr (kCount == 32 && kBfloat16) UNIRL_PRODUCT_SHARED(64, "bf16", 32, "%32", "%33", "%34", 0);
+  if constexpr (kCount == 32 && !kBfloat16) UNIRL_PRODUCT_SHARED(64, "f16", 32, "%32", "%33", "%34", 0);
+  if constexpr (kCount == 64 && kBfloat16) UNIRL_PRODUCT_SHARED(128, "bf16", 64, "%64", "%65", "%66", 0);
+  if constexpr (kCount == 64 && !kBfloat16) UNIRL_PRODUCT_SHARED(128, "f16", 64, "%64", "%65", "%66", 0);
+  if constexpr (kCount == 72 && kBfloat16) UNIRL_PRODUCT_SHARED(144, "bf16", 72, "%72", "%73", "%74", 0);
+  if constexpr (kCount == 72 && !kBfloat16) UNIRL_PRODUCT_SHARED(144, "f16", 72, "%72", "%73", "%74", 0);
+}
+
+// The same for operands whose reduction runs along their rows (describe_column_panels), 64 columns.
+template <typename Element>
+__device__ __forceinline__ void product_shared_columns(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    UNIRL_PRODUCT_SHARED(64, "bf16", 32, "%32", "%33", "%34", 1);
+  } else {
+    UNIRL_PRODUCT_SHARED(64, "f16", 32, "%32", "%33", "%34", 1);
+  }
 }
 
 template <typename Element, int kCount>
@@ -211,6 +233,23 @@ __device__ __forceinline__ void product_registers(float (&d)[kCount], uint32_t a
 
 #undef UNIRL_PRODUCT_REGISTERS
 #undef UNIRL_PRODUCT_SHARED
+
+// ---- order between blocks ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(int32_t* address, int32_t value) {
+  asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_to_global(float* address, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
 
 // ---- arithmetic --------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "cuda/check.h"
-#include "cuda/sibling_prefix_forward.cuh"
+#include "cuda/sibling_prefix_backward.cuh"
 
 namespace unirl::cuda {
 namespace {
@@ -113,6 +113,90 @@ void launch(const SiblingAttention& call, cudaStream_t stream) {
   check(cudaGetLastError(), "sibling_attention_forward");
 }
 
+void copy_strides(int64_t (&target)[3], const HeadedTensor& tensor) {
+  target[0] = tensor.row_stride;
+  target[1] = tensor.head_stride;
+  target[2] = tensor.token_stride;
+}
+
+template <typename Element>
+void launch_backward(const SiblingAttention& call, const SiblingAttentionGradients& gradients, cudaStream_t stream) {
+  using C = BackwardConfig<Element>;
+  const int ratio = static_cast<int>(call.query_heads / call.key_heads);
+  const int tokens = kGroupRows / ratio;
+  const int64_t query_tiles = sibling_attention_query_tiles(call.length, call.query_heads, call.key_heads);
+  const int64_t heads = call.num_rows * call.key_heads;
+  const int64_t key_tiles = ((call.prefix_length + kChunk - 1) / kChunk * kChunk + call.length + C::kKeys - 1) / C::kKeys;
+  if (heads * key_tiles > INT32_MAX || heads * query_tiles > INT32_MAX) {
+    throw std::runtime_error("too many tiles for one launch");
+  }
+
+  RowStatArguments stats;
+  stats.out = call.out.data;
+  stats.grad_out = gradients.grad_out.data;
+  stats.lse = call.lse;
+  stats.row_stats = gradients.row_stats;
+  copy_strides(stats.out_strides, call.out);
+  copy_strides(stats.grad_strides, gradients.grad_out);
+  stats.length = static_cast<int32_t>(call.length);
+  stats.key_heads = static_cast<int32_t>(call.key_heads);
+  stats.ratio = ratio;
+  stats.tokens = tokens;
+  stats.query_tiles = static_cast<int32_t>(query_tiles);
+  row_stats_kernel<Element, C::kHeadSize><<<static_cast<unsigned>(heads * query_tiles), 256, 0, stream>>>(stats);
+  check(cudaGetLastError(), "row_stats");
+
+  BackwardArguments arguments;
+  std::memset(&arguments, 0, sizeof(arguments));
+  arguments.query = query_map(call, call.query, ratio, tokens);
+  arguments.grad_out = query_map(call, gradients.grad_out, ratio, tokens);
+  arguments.own[0] = key_maps(call, call.key, call.num_rows, call.length, C::kKeys);
+  arguments.own[1] = key_maps(call, call.value, call.num_rows, call.length, C::kKeys);
+  if (call.prefix_length > 0) {
+    arguments.prefix[0] = key_maps(call, call.prefix_key, call.num_groups, call.prefix_length, C::kKeys);
+    arguments.prefix[1] = key_maps(call, call.prefix_value, call.num_groups, call.prefix_length, C::kKeys);
+  }
+  arguments.row_stats = gradients.row_stats;
+  arguments.partial_query = gradients.partial_query;
+  arguments.added = gradients.added;
+  arguments.grad_query = const_cast<void*>(gradients.grad_query.data);
+  arguments.grad_key[0] = const_cast<void*>(gradients.grad_key.data);
+  arguments.grad_key[1] = const_cast<void*>(gradients.grad_value.data);
+  arguments.grad_prefix[0] = gradients.grad_prefix_key;
+  arguments.grad_prefix[1] = gradients.grad_prefix_value;
+  copy_strides(arguments.grad_query_strides, gradients.grad_query);
+  copy_strides(arguments.grad_key_strides[0], gradients.grad_key);
+  copy_strides(arguments.grad_key_strides[1], gradients.grad_value);
+  arguments.prefix_lengths = call.prefix_lengths;
+  arguments.scale = call.scale;
+  arguments.length = static_cast<int32_t>(call.length);
+  arguments.prefix_length = static_cast<int32_t>(call.prefix_length);
+  arguments.key_heads = static_cast<int32_t>(call.key_heads);
+  arguments.ratio = ratio;
+  arguments.tokens = tokens;
+  arguments.siblings = static_cast<int32_t>(call.num_rows / call.num_groups);
+  arguments.query_tiles = static_cast<int32_t>(query_tiles);
+  arguments.key_tiles = static_cast<int32_t>(key_tiles);
+  arguments.num_units = static_cast<int32_t>(heads * key_tiles);
+
+  const auto kernel = sibling_attention_backward_kernel<C>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),
+        "cudaFuncSetAttribute");
+  // No more blocks than run at once: they wait for one another.
+  const int blocks = arguments.num_units < multiprocessors() ? arguments.num_units : multiprocessors();
+  kernel<<<blocks, kThreads, C::kSharedBytes, stream>>>(arguments);
+  check(cudaGetLastError(), "sibling_attention_backward");
+}
+
+void check_call(const SiblingAttention& call) {
+  if (call.num_groups <= 0 || call.key_heads <= 0 || call.num_rows % call.num_groups != 0 ||
+      call.query_heads % call.key_heads != 0 || call.query_heads / call.key_heads > kGroupRows) {
+    throw std::runtime_error("rows must be a multiple of groups, query heads 1 to 64 for each key head");
+  }
+  if (call.length > (1 << 29) || call.prefix_length > (1 << 29)) throw std::runtime_error("over 2^29 tokens");
+  if (!(call.scale > 0.0f)) throw std::runtime_error("scale must be positive");
+}
+
 template <typename Element>
 void dispatch(const SiblingAttention& call, cudaStream_t stream) {
   if (call.head_size == 128) {
@@ -128,14 +212,24 @@ void dispatch(const SiblingAttention& call, cudaStream_t stream) {
 
 void sibling_attention_forward(const SiblingAttention& call, void* stream) {
   if (call.num_rows <= 0 || call.length <= 0) return;
-  if (call.num_groups <= 0 || call.key_heads <= 0 || call.num_rows % call.num_groups != 0 ||
-      call.query_heads % call.key_heads != 0 || call.query_heads / call.key_heads > kGroupRows) {
-    throw std::runtime_error("rows must be a multiple of groups, query heads 1 to 64 for each key head");
-  }
-  if (call.length > (1 << 29) || call.prefix_length > (1 << 29)) throw std::runtime_error("over 2^29 tokens");
-  if (!(call.scale > 0.0f)) throw std::runtime_error("scale must be positive");
+  check_call(call);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   call.float16 ? dispatch<__half>(call, cuda_stream) : dispatch<__nv_bfloat16>(call, cuda_stream);
+}
+
+int64_t sibling_attention_query_tiles(int64_t length, int64_t query_heads, int64_t key_heads) {
+  const int64_t tokens = kGroupRows / (query_heads / key_heads);
+  return (length + tokens - 1) / tokens;
+}
+
+void sibling_attention_backward(const SiblingAttention& call, const SiblingAttentionGradients& gradients,
+                                void* stream) {
+  if (call.num_rows <= 0 || call.length <= 0) return;
+  check_call(call);
+  if (call.head_size != 128) throw std::runtime_error("no backward kernel for this head size; allowed: 128");
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  call.float16 ? launch_backward<__half>(call, gradients, cuda_stream)
+               : launch_backward<__nv_bfloat16>(call, gradients, cuda_stream);
 }
 
 }  // namespace unirl::cuda

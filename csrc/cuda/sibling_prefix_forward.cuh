@@ -31,6 +31,12 @@ constexpr uint32_t kTurnBarrier = 1;   // named barriers 1, 2: whose turn it is 
 constexpr uint32_t kGroupBarrier = 3;  // named barriers 3, 4: the threads of one warpgroup
 constexpr float kLog2E = 1.4426950408889634f;
 
+// A block starts with 168 registers a thread (65536 / 384, in steps of 8); what the feeding warpgroup gives back the
+// computing ones take. Asking for more than was given back waits forever.
+constexpr int kFeedRegisters = 40;
+constexpr int kComputeRegisters = 232;
+static_assert(kFeedRegisters + kConsumers * kComputeRegisters <= (kConsumers + 1) * 168);
+
 // Keys of a tile. Measured at head size 128 on the lengths of the benchmark: 144 is level with or ahead of 128, 160
 // and 176, because it divides them best; one width for all lengths keeps a row's bits a function of its own lengths.
 template <int kHeadSize>
@@ -122,8 +128,8 @@ struct Unit {
 // ---- the warp that feeds ---------------------------------------------------------------------------------------
 
 // Copies a tile of keys (operand 0) or values (1); all lanes take part.
-template <typename C>
-__device__ void feed_tile(const ForwardArguments& arguments, const Unit& unit, int operand, int first_key,
+template <typename C, typename Arguments, typename Unit>
+__device__ void feed_tile(const Arguments& arguments, const Unit& unit, int operand, int first_key,
                           uint32_t target, uint32_t barrier, int lane) {
   if (lane == 0) barrier_expect(barrier, C::kTileBytes);
   __syncwarp();
@@ -506,10 +512,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int group = static_cast<int>(threadIdx.x) / 128;
   if (group == 0) {
-    lower_registers<40>();
+    lower_registers<kFeedRegisters>();
     if (threadIdx.x < 32) feed<C>(arguments, shared, barriers, static_cast<int>(threadIdx.x));
   } else {
-    raise_registers<232>();
+    raise_registers<kComputeRegisters>();
     compute<C>(arguments, shared, barriers, group - 1, static_cast<int>(threadIdx.x) % 128);
   }
 }

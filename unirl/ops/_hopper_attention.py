@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernel of the attention over a shared prefix and own keys (Hopper, compute capability 9.0)."""
+"""The CUDA kernels of the attention over a shared prefix and own keys (Hopper, compute capability 9.0)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from unirl.ops import _native
 
 HEAD_SIZES = (64, 128)
+BACKWARD_HEAD_SIZES = (128,)
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_RATIO = 64
 _ALIGNMENT_BYTES = 16
+_TILE_ROWS = 64  # of a query tile in the backward kernel
 
 
 @cache
@@ -84,24 +86,102 @@ def forward(
     Callers have asked :func:`why_missing` and :func:`why_unsupported`. ``prefix_lengths`` is int64 on the
     device or ``None``. A query that the copy engine cannot read is copied; keys and values never are.
     """
-    if not is_copyable(query):
-        query = query.contiguous()
-    num_rows, query_heads, length, head_size = query.shape
-    out = torch.empty_like(query)
-    if not is_copyable(out):
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty((num_rows, query_heads, length), dtype=torch.float32, device=query.device)
+    query = _readable(query)
+    out = _like(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, lse
-    groups, key_heads, prefix_length, _ = prefix_key.shape
     with torch.cuda.device(query.device):
         _native.kernels().cuda_sibling_attention_forward(
-            [_headed(tensor) for tensor in (query, key, value, prefix_key, prefix_value, out)],
-            lse.data_ptr(),
-            _native.address(prefix_lengths),
-            [num_rows, groups, query_heads, key_heads, length, prefix_length, head_size],
-            query.dtype is torch.float16,
-            scale,
+            *_call(query, key, value, prefix_key, prefix_value, out, lse, prefix_lengths, scale),
             torch.cuda.current_stream().cuda_stream,
         )
     return out, lse
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    prefix_lengths: Tensor | None,
+    scale: float,
+) -> tuple[object, ...]:
+    """The arguments that forward and backward share, as the extension takes them."""
+    num_rows, query_heads, length, head_size = query.shape
+    groups, key_heads, prefix_length, _ = prefix_key.shape
+    return (
+        [_headed(tensor) for tensor in (query, key, value, prefix_key, prefix_value, out)],
+        lse.data_ptr(),
+        _native.address(prefix_lengths),
+        [num_rows, groups, query_heads, key_heads, length, prefix_length, head_size],
+        query.dtype is torch.float16,
+        scale,
+    )
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    return tensor if is_copyable(tensor) else tensor.contiguous()
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """An empty tensor of the same layout where that layout can be written in place, else contiguous."""
+    empty = torch.empty_like(tensor)
+    return (
+        empty if is_copyable(empty) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    )
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    prefix_lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, prefix_key and prefix_value, in one pass and the same bits in every run.
+
+    Head size 128. Takes what :func:`forward` took and returned. Beside the results it allocates float32 for
+    one query gradient, and for one prefix gradient of each sibling.
+    """
+    assert query.shape[3] in BACKWARD_HEAD_SIZES, query.shape
+    query, grad_out, out = map(_readable, (query, grad_out, out))
+    grads = tuple(_like(tensor) for tensor in (query, key, value))
+    if query.numel() == 0:
+        return *(grad.zero_() for grad in grads), torch.zeros_like(prefix_key), torch.zeros_like(prefix_value)
+    num_rows, query_heads, length, head_size = query.shape
+    groups, key_heads, prefix_length, _ = prefix_key.shape
+    tiles = _native.kernels().cuda_sibling_attention_query_tiles(length, query_heads, key_heads)
+
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=query.device)
+
+    prefix_shape = (groups, num_rows // groups, key_heads, prefix_length, head_size)
+    # Behind a shorter group's prefix nothing is written.
+    prefix_grads = [scratch(*prefix_shape) for _ in range(2)]
+    if prefix_lengths is not None:
+        for grad in prefix_grads:
+            grad.zero_()
+    row_stats = scratch(num_rows, key_heads, tiles, 2, _TILE_ROWS)
+    partial_query = scratch(num_rows, key_heads, tiles, _TILE_ROWS, head_size)
+    added = torch.zeros((num_rows, key_heads, tiles, 2), dtype=torch.int32, device=query.device)
+    with torch.cuda.device(query.device):
+        _native.kernels().cuda_sibling_attention_backward(
+            *_call(query, key, value, prefix_key, prefix_value, out, lse, prefix_lengths, scale),
+            [_headed(tensor) for tensor in (grad_out, *grads)],
+            [tensor.data_ptr() for tensor in (*prefix_grads, row_stats, partial_query, added)],
+            torch.cuda.current_stream().cuda_stream,
+        )
+    summed = [
+        grad.sum(1).to(query.dtype) if num_rows > groups else grad[:, 0].to(query.dtype)
+        for grad in prefix_grads
+    ]
+    return *grads, *summed
