@@ -60,6 +60,23 @@ def test_wandb_asked_for_and_missing_is_an_error_that_names_the_key_and_the_comm
         check_sinks(tensorboard=False, wandb=True)
 
 
+def test_a_resumed_run_goes_on_in_wandb_under_its_id_and_a_new_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for first_step in (0, 2, 0):
+        sink = open_sinks(
+            tmp_path, tensorboard=False, wandb=True, config={"a": {"b": 1}}, first_step=first_step
+        )
+        sink.write(first_step, {"reward": 0.5, "gn": float("nan"), "note": "text", "clip": None})
+        sink.close()
+        ids.append((tmp_path / "wandb_run_id").read_text())
+    assert ids[0] == ids[1] != ids[2]
+
+
 @without_wandb
 def test_a_missing_sink_leaves_the_run_directory_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="wandb"):

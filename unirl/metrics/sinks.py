@@ -13,6 +13,9 @@ from unirl.metrics.jsonl import JsonlSink
 from unirl.metrics.scalars import to_scalar
 from unirl.protocols import MetricsSink
 
+WANDB_ID_FILE = "wandb_run_id"
+"""In the run directory: which wandb run a resumed run goes on with."""
+
 
 class TensorBoardSink:
     """TensorBoard events in `folder`. Numbers as scalars (non-finite ones too: TensorBoard marks them), text
@@ -57,13 +60,18 @@ class WandbSink:
         _require("wandb", "logging.wandb", 'pip install "unirl-native[wandb]" (or pip install wandb)')
         import wandb
 
+        # A resumed run goes on under its id; a new one, even in a folder used before, never joins an old one.
+        known = Path(run_dir) / WANDB_ID_FILE
+        run_id = known.read_text().strip() if resume and known.is_file() else None
         self._run = wandb.init(
             project=project,
             name=Path(run_dir).name,
             dir=str(run_dir),
             config=dict(config or {}),
-            resume="allow" if resume else None,
+            id=run_id,
+            resume="allow" if run_id else None,
         )
+        known.write_text(f"{self._run.id}\n")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({name: to_scalar(name, value) for name, value in metrics.items()}, step=step)
