@@ -62,6 +62,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="write a run's adapter as plain peft loads it")
     export.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    checkpoints = commands.add_parser(
+        "checkpoints", help="list a run's checkpoints and verify every byte of them"
+    )
+    checkpoints.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    checkpoints.set_defaults(command=_checkpoints)
+
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
     export.add_argument(
         "--checkpoint", type=Path, help="a checkpoint (default: the adapter, else the newest)"
@@ -120,6 +126,14 @@ def _export(options: argparse.Namespace) -> int:
     from unirl.cli_model import export_adapter
 
     print(export_adapter(options.run, options.to, checkpoint=options.checkpoint))
+def _checkpoints(options: argparse.Namespace) -> int:
+    from unirl.cli_checkpoints import checkpoints_table
+
+    table, all_whole = checkpoints_table(options.run)
+    print(table)
+    return 0 if all_whole else EXIT_FAILED
+
+
     return 0
 
 

@@ -5,6 +5,7 @@ from unirl.config.checks import check
 from unirl.config.parse import changed_keys, parse, to_plain
 from unirl.config.schema import (
     AlgorithmConfig,
+    CheckpointConfig,
     DataConfig,
     DatasetConfig,
     EmaConfig,
@@ -24,6 +25,7 @@ from unirl.config.schema import (
 
 __all__ = [
     "AlgorithmConfig",
+    "CheckpointConfig",
     "DataConfig",
     "DatasetConfig",
     "EmaConfig",

@@ -25,6 +25,9 @@ def check(config: RunConfig, *, asynchronous: bool) -> None:
     _positive(config)
     _sampling(config)
     _layout(config, asynchronous)
+    _parity(config, asynchronous)
+    _restarts(config)
+    _code(config)
     if config.reward.scorers and not any(s.weight != 0 for s in config.reward.scorers):
         raise ValueError("reward.scorers all have weight 0 (monitors); give at least one a non-zero weight")
     if not config.reward.scorers:
@@ -48,7 +51,13 @@ def _positive(config: RunConfig) -> None:
     for key in POSITIVE_COUNTS:
         if getattr(config, key) < 1:
             raise ValueError(f"{key} is {getattr(config, key)}; allowed: 1 or more")
-    for key in ("eval_interval", "save_interval", "buffer_max_staleness"):
+    for key in (
+        "eval_interval",
+        "save_interval",
+        "buffer_max_staleness",
+        "max_worker_restarts",
+        "worker_timeout_s",
+    ):
         if getattr(config, key) < 0:
             raise ValueError(f"{key} is {getattr(config, key)}; allowed: 0 or more")
     for key, value in (
@@ -56,9 +65,16 @@ def _positive(config: RunConfig) -> None:
         ("stack.num_updates_per_batch", config.stack.num_updates_per_batch),
         ("reward_stack.micro_batch_size", config.reward_stack.micro_batch_size),
         ("eval.samples_per_prompt", config.eval.samples_per_prompt),
+        ("checkpoint.keep_last", config.checkpoint.keep_last),
     ):
         if value < 1:
             raise ValueError(f"{key} is {value}; allowed: 1 or more")
+    for key, value in (
+        ("parity.probe_rows", config.parity.probe_rows),
+        ("parity.store_interval", config.parity.store_interval),
+    ):
+        if value < 0:
+            raise ValueError(f"{key} is {value}; allowed: 0 or more")
     for key, number in (
         ("optim.lr", config.optim.lr),
         ("optim.max_grad_norm", config.optim.max_grad_norm),
@@ -74,6 +90,34 @@ def _positive(config: RunConfig) -> None:
         raise ValueError(
             f"stack.num_updates_per_batch is {config.stack.num_updates_per_batch}, but a batch has {config.batch_size} groups; "
             "lower it or raise batch_size"
+        )
+
+
+def _parity(config: RunConfig, asynchronous: bool) -> None:
+    if config.parity.store_interval and config.model.train == "full" and config.may_lag(asynchronous):
+        raise ValueError(
+            "parity.store_interval stores rows with the weights that generated them; of full weights older ones are not kept, but "
+            "rows may lag: set parity.store_interval: 0, or model.train: lora"
+        )
+    if not config.parity.bitwise:
+        return
+    asked = "parity.bitwise is true"
+    if config.model.batch_invariant is False:
+        raise ValueError(f"{asked}, but model.batch_invariant is false; set both alike")
+    if config.model.dtype != "float32":
+        raise ValueError(
+            f"{asked}, but model.dtype is {config.model.dtype}: its products round by the size of the batch; set "
+            "model.dtype: float32, or parity.bitwise: false"
+        )
+    if config.threads_per_worker != 1:
+        raise ValueError(
+            f"{asked}, but threads_per_worker is {config.threads_per_worker}: how work is cut between threads may move last bits; "
+            "set threads_per_worker: 1, or parity.bitwise: false"
+        )
+    if config.stack.first_update_ratio_tol:
+        raise ValueError(
+            f"{asked}, which tolerates no difference, but stack.first_update_ratio_tol is {config.stack.first_update_ratio_tol}; "
+            "leave it out, or set parity.bitwise: false"
         )
 
 
@@ -116,3 +160,35 @@ def _layout(config: RunConfig, asynchronous: bool) -> None:
             f"buffer_max_staleness is {config.buffer_max_staleness}; the sync trainers have no buffer: set it to 0, "
             "or use train_async_diffusion"
         )
+
+
+def _restarts(config: RunConfig) -> None:
+    if not config.max_worker_restarts:
+        return
+    asked = f"max_worker_restarts is {config.max_worker_restarts}"
+    if config.layout != "separate":
+        raise ValueError(
+            f"{asked}; only a worker that generates and does not train can be started again: set layout: separate, or "
+            "max_worker_restarts: 0"
+        )
+    if config.transport_kind != "object_store":
+        raise ValueError(
+            f"{asked}, but with transport_kind: colocate_store a rollout worker holds trajectories that die with it; set "
+            "transport_kind: object_store, or max_worker_restarts: 0"
+        )
+    if config.reward_stack.schedule is not None:
+        raise ValueError(
+            f"{asked}, but under reward_stack.schedule: {config.reward_stack.schedule} a dead worker's units go to the others; "
+            "set max_worker_restarts: 0, or leave the schedule out"
+        )
+
+
+def _code(config: RunConfig) -> None:
+    """A recipe from a stranger runs no code: names with a colon are imported, so they have to be allowed."""
+    for key, scorers in (("reward.scorers", config.reward.scorers), ("eval.scorers", config.eval.scorers)):
+        for index, scorer in enumerate(scorers):
+            if ":" in scorer.name and not config.allow_code:
+                raise ValueError(
+                    f"{key}[{index}].name is {scorer.name!r}, code outside this package; set allow_code: true if you trust this "
+                    "recipe, or name a built-in scorer"
+                )

@@ -180,9 +180,18 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParityConfig:
-    """`parity`: what is compared between rollout and replay."""
+    """`parity`: what is compared between rollout and replay.
+
+    `bitwise`: replaying a row under its own weights gives its log-probs' very bits, whatever its batch, and nothing else is
+    tolerated (None: where the model, its dtype and the device can do it). `probe_rows`: lagging rows that a training rank replays
+    a rollout, without gradients, under the weights that generated them. `store_interval`: rollouts between those that are stored
+    for `unirl parity`; 0: none.
+    """
 
     require_fingerprint: bool = True
+    bitwise: bool | None = None
+    probe_rows: int = 4
+    store_interval: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,6 +202,18 @@ class LoggingConfig:
     wandb: bool = False
     wandb_project: str = "unirl"
     console: Literal["auto", "rich", "plain"] = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """`checkpoint`: how they are written, beside the running step or (`background: false`) before the next one.
+
+    `on_error`: what a write that fails (a full disk, a read-only or vanished folder) does to the run.
+    """
+
+    keep_last: int = 3
+    background: bool = True
+    on_error: Literal["continue", "stop"] = "stop"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,6 +235,9 @@ class RunConfig:
     train_fraction: float = 0.5
     threads_per_worker: int = 1
     ray_address: str | None = None
+    max_worker_restarts: int = 0
+    worker_timeout_s: float = 1800.0
+    allow_code: bool = False
 
     layout: Literal["colocate", "separate"] = "colocate"
     max_inflight: int = 1
@@ -235,6 +259,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def slab_sizes(self) -> tuple[int, int]:

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting or joining a Ray cluster, and refusing at once what it cannot give."""
+"""Starting or joining a Ray cluster, leaving nothing of it behind, and refusing at once what it cannot give."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import logging
 import os
-from collections.abc import Sequence
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from unirl.config import RunConfig
+from unirl.distributed.failures import ClusterLost, ClusterRefusal, last_lines
+
+HEAD_PROCESSES = ("gcs_server", "raylet")
+SHUTDOWN_TIMEOUT_S = 30.0
+_SESSION_PREFIX = "unirl-ray-"
+_own: Any = None
+"""The head node of the cluster that this process started, while there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,41 +39,51 @@ class Devices:
         return sum(count for _, count in self.per_node)
 
 
-def connect(config: RunConfig, *, logs_to_driver: bool = False) -> bool:
-    """Starts a cluster of this run's own, or joins the one at `ray_address`; True when it is ours to leave.
+@contextlib.contextmanager
+def cluster(config: RunConfig) -> Iterator[None]:
+    """A cluster of this run's own, or the one at `ray_address`. A process that is connected already stays with that one.
 
-    A process that is connected to a cluster already stays with that one.
-
-    A cluster of our own has no dashboard, its own session folder and ports, so that two runs on a host do not meet.
+    A cluster of our own has no dashboard, and its own ports and session folder, so that two runs on a host do not meet; Ray's
+    token authentication stays as Ray has it, which is on. On the way out its processes end and its folder is removed.
     """
     if ray.is_initialized():
-        return False
+        yield
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common: dict[str, Any] = {
         "logging_level": logging.ERROR,
-        "log_to_driver": logs_to_driver,
+        "log_to_driver": False,
         "configure_logging": True,
     }
     if config.ray_address:
-        ray.init(address=config.ray_address, **common)
-    else:
-        needed = config.num_devices * config.threads_per_worker
-        cores = os.cpu_count() or 1
-        if not _gpus_here() and needed > cores:
-            raise ValueError(
-                _refusal(config, Devices("CPU", (("this host", cores // config.threads_per_worker),)))
-            )
-        ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **common)
-    return True
+        try:
+            ray.init(address=config.ray_address, **common)
+        except (ConnectionError, ValueError) as error:
+            raise ClusterRefusal(f"ray_address is {config.ray_address!r}: {error}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    _refuse_too_many_for_this_host(config)
+    with _session_folder() as folder, _own_cluster(config, folder, common):
+        yield
 
 
-def disconnect() -> None:
-    """Leaves the cluster; one of our own ends with it."""
-    ray.shutdown()
+def lost_processes() -> str:
+    """Which processes of our own cluster have ended unexpectedly, with the end of their logs; empty while all is well."""
+    if _own is None:
+        return ""
+    lost = [kind for kind, _ in _own.dead_processes() if kind in HEAD_PROCESSES]
+    logs = Path(_own.get_logs_dir_path())
+    return "; ".join(
+        f"{kind} (the end of its log: {' / '.join(last_lines(logs / f'{kind}.out', 3)) or 'empty'})"
+        for kind in lost
+    )
 
 
 def find_devices(config: RunConfig, nodes: Sequence[dict[str, Any]] | None = None) -> Devices:
-    """The devices that the cluster's nodes have. Raises `ValueError` when they are fewer than `num_devices`.
+    """The devices that the cluster's nodes have. Raises `ClusterRefusal` when they are fewer than `num_devices`.
 
     The error names asked, available and what each node has; nothing waits for resources that do not exist.
     """
@@ -74,18 +97,85 @@ def find_devices(config: RunConfig, nodes: Sequence[dict[str, Any]] | None = Non
         )
         devices = Devices("CPU", cpus)
     if len(alive) < config.num_nodes or devices.available < config.num_devices:
-        raise ValueError(_refusal(config, devices))
+        raise refusal(config, devices)
     return devices
 
 
-def _refusal(config: RunConfig, devices: Devices) -> str:
+def refusal(config: RunConfig, devices: Devices, why: str = "") -> ClusterRefusal:
+    """The error that names what was asked, what there is in all and on each node, and what to change."""
     nodes = ", ".join(f"{name}: {count}" for name, count in devices.per_node)
     unit = "GPUs" if devices.kind == "GPU" else f"workers of {config.threads_per_worker} core(s)"
-    return (
+    return ClusterRefusal(
         f"num_devices asks for {config.num_devices} on {config.num_nodes} node(s); available: {devices.available} {unit} "
-        f"on {len(devices.per_node)} node(s) ({nodes}); lower num_devices, num_nodes or threads_per_worker, or set ray_address "
-        "to a larger cluster"
+        f"on {len(devices.per_node)} node(s) ({nodes}){why and '; ' + why}; lower num_devices, num_nodes or threads_per_worker, "
+        "or set ray_address to a larger cluster"
     )
+
+
+def _refuse_too_many_for_this_host(config: RunConfig) -> None:
+    needed = config.num_devices * config.threads_per_worker
+    cores = os.cpu_count() or 1
+    if needed > cores and not _gpus_here():
+        raise refusal(config, Devices("CPU", (("this host", cores // config.threads_per_worker),)))
+
+
+@contextlib.contextmanager
+def _own_cluster(config: RunConfig, folder: str, common: dict[str, Any]) -> Iterator[None]:
+    global _own
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, config.num_devices * config.threads_per_worker),
+        include_dashboard=False,
+        _temp_dir=folder,
+        **common,
+    )
+    _own = ray._private.worker._global_node
+    try:
+        yield
+    except ClusterLost:
+        # Asking a head that is gone to shut down takes Ray minutes.
+        _own.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        raise
+    finally:
+        _own = None
+        _shut_down()
+
+
+def _shut_down() -> None:
+    """`ray.shutdown`, but no longer than a while: it waits for a head that may be gone."""
+    thread = threading.Thread(target=ray.shutdown, daemon=True)
+    thread.start()
+    thread.join(SHUTDOWN_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _session_folder() -> Iterator[str]:
+    """A folder for a cluster's sockets and logs, locked while this process lives.
+
+    Those of processes that were killed are removed on the way: their locks are free.
+    """
+    root = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    for left in root.glob(f"{_SESSION_PREFIX}*"):
+        _remove_if_abandoned(left)
+    hidden = Path(tempfile.mkdtemp(prefix=f".{_SESSION_PREFIX}", dir=root))
+    with (hidden / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = hidden.rename(
+            hidden.with_name(hidden.name.removeprefix("."))
+        )  # now others may find it, locked
+        try:
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    try:
+        with (folder / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # in use, somebody else's, or being made
+        return
 
 
 def _name(node: dict[str, Any]) -> str:

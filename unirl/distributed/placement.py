@@ -1,60 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of the slabs: one bundle a worker, in one Ray placement group."""
+"""Placement of the slabs: one Ray bundle a node, on as many nodes as the recipe says, workers in order over them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unirl.config import RunConfig
-from unirl.distributed.cluster import Devices
+from unirl.distributed import failpoints
+from unirl.distributed.cluster import Devices, refusal
 
-RESERVE_TIMEOUT_S = 30.0
+RESERVE_TIMEOUT_S = 10.0
+"""What another job that is just ending may take to give its devices back."""
 
 
-class Slabs:
-    """Reserves `num_devices` bundles; the first ones are the training slab, the others the rollout slab.
+class Placement:
+    """Where each of `num_devices` workers goes. The first ones are the training slab, the others the rollout slab.
 
-    Bundles fill a node before the next (`PACK`), so a slab is on as few nodes as possible.
+    Workers fill a node before the next, so a slab is on as few nodes as possible.
     """
 
-    def __init__(self, config: RunConfig, devices: Devices) -> None:
+    def __init__(
+        self, config: RunConfig, devices: Devices, group: PlacementGroup, shares: Sequence[int]
+    ) -> None:
         self._config = config
         self._devices = devices
-        strategy = "PACK" if config.num_nodes == 1 else "SPREAD"
-        self._group = placement_group([self._bundle()] * config.num_devices, strategy=strategy)
-        ready, _ = ray.wait([self._group.ready()], timeout=RESERVE_TIMEOUT_S)
-        if not ready:
-            self.release()
-            raise ValueError(
-                f"the cluster has {devices.available} {devices.kind} slots ({dict(devices.per_node)}) but did not grant "
-                f"{config.num_devices} within {RESERVE_TIMEOUT_S:.0f} s; another job holds them: wait for it or lower num_devices"
-            )
+        self._group = group
+        self._bundle_of = [bundle for bundle, share in enumerate(shares) for _ in range(share)]
 
     def options(self, index: int) -> dict[str, Any]:
-        """Ray actor options that put a worker into bundle `index`."""
+        """Ray actor options that put worker `index` where it belongs."""
         threads = str(self._config.threads_per_worker)
+        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **failpoints.environment()}
         options: dict[str, Any] = {
             "num_cpus": self._config.threads_per_worker if self._devices.kind == "CPU" else 1,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=index
+                self._group, placement_group_bundle_index=self._bundle_of[index]
             ),
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+            "runtime_env": {"env_vars": variables},
         }
         if self._devices.kind == "GPU":
             options["num_gpus"] = 1
         return options
 
-    def release(self) -> None:
-        """Gives the bundles back; the workers in them end."""
-        remove_placement_group(self._group)
 
-    def _bundle(self) -> dict[str, float]:
-        return (
-            {"GPU": 1, "CPU": 1}
-            if self._devices.kind == "GPU"
-            else {"CPU": float(self._config.threads_per_worker)}
-        )
+@contextmanager
+def placed(config: RunConfig, devices: Devices) -> Iterator[Placement]:
+    """Reserves the devices, and gives them back on the way out. Raises `ClusterRefusal` when they are not to be had."""
+    shares = node_shares(config, devices)
+    group = placement_group([_bundle(config, devices, share) for share in shares], strategy="STRICT_SPREAD")
+    try:
+        if not ray.wait([group.ready()], timeout=RESERVE_TIMEOUT_S)[0]:
+            free = int(ray.available_resources().get(devices.kind, 0))
+            if devices.kind == "CPU":
+                free //= config.threads_per_worker
+            raise refusal(
+                config,
+                devices,
+                f"of these {free} are free and the others are held by another job, which did not give them back in "
+                f"{RESERVE_TIMEOUT_S:.0f} s",
+            )
+        yield Placement(config, devices, group, shares)
+    finally:
+        remove_placement_group(group)
+
+
+def node_shares(config: RunConfig, devices: Devices) -> list[int]:
+    """How many workers go on each of `num_nodes` nodes, largest first: even where it can be, the largest nodes otherwise.
+
+    Raises `ClusterRefusal` when no `num_nodes` nodes hold `num_devices` together.
+    """
+    rooms = sorted((count for _, count in devices.per_node), reverse=True)[: config.num_nodes]
+    if (
+        len(rooms) < config.num_nodes
+        or sum(rooms) < config.num_devices
+        or config.num_devices < config.num_nodes
+    ):
+        raise refusal(config, devices, f"no {config.num_nodes} node(s) hold {config.num_devices} together")
+    shares = [0] * config.num_nodes
+    for _ in range(config.num_devices):
+        # The emptiest node with room takes the next worker.
+        shares[min((s, i) for i, s in enumerate(shares) if s < rooms[i])[1]] += 1
+    return shares
+
+
+def _bundle(config: RunConfig, devices: Devices, share: int) -> dict[str, float]:
+    if devices.kind == "GPU":
+        return {"GPU": share, "CPU": share}
+    return {"CPU": float(share * config.threads_per_worker)}

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from unirl.config import RunConfig
@@ -27,6 +28,7 @@ class TrainSide:
 
     def __init__(self, config: RunConfig, model: Bagel, stage: BagelStage, collective: Collective) -> None:
         self.stack = TrainStack(stage, model, config, collective)
+        self._keep_last = config.checkpoint.keep_last
 
     def train(self, rows: Part, plan: RankPlan, stored: Mapping[Any, LatentSegment]) -> TrainResult:
         """One training step on this rank's rows, whose trajectories are looked up in `stored`."""
@@ -34,18 +36,28 @@ class TrainSide:
             rows = rows.replace(segment=rows.segment.resolve(stored))
         return self.stack.train(rows, plan)
 
-    def save(
-        self, root: str, number: int, trainer: Any, buffered: Sequence[Sample], score: float | None
-    ) -> None:
-        """Writes checkpoint `number`: this rank's state (equal on all), the trainer's counts, and groups not trained yet."""
+    def prepare_save(
+        self, root: str, number: int, trainer: Any, buffered: Sequence[Sample], *, copied: bool
+    ) -> Callable[[], Any]:
+        """What writes checkpoint `number`: this rank's state (equal on all), the trainer's counts, and groups not trained yet.
+
+        With `copied` it holds a copy in host memory, so it may run beside the next training step; else it has to run before.
+        """
         state = self.stack.state_dict()
+        tensors = state["tensors"]
+        if copied:
+            tensors = {
+                section: {name: t.detach().to("cpu", copy=True) for name, t in named.items()}
+                for section, named in tensors.items()
+            }
         rows, description = columns_to_tensors(list(buffered), "buffer")
-        save_checkpoint(
+        return partial(
+            save_checkpoint,
             root,
             number,
-            {**state["tensors"], "buffer": rows},
+            {**tensors, "buffer": rows},
             {"train": state["counts"], "trainer": trainer, "buffer": description},
-            score=score,
+            keep_last=self._keep_last,
         )
 
     def restore(self, path: str) -> tuple[Any, list[Sample]]:

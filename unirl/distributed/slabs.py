@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,11 @@ class TrainSlab:
         """Exchanges live and averaged weights in place; a second call undoes the first, bit for bit."""
         self._ray.get([a.swap_average.remote() for a in self.actors])
 
-    def save(
-        self, root: Path, number: int, trainer: Any, buffered: Sequence[Group], *, score: float | None = None
-    ) -> None:
-        """Writes a checkpoint from rank 0: weights and optimizer, the trainer's counts, groups that are not trained yet."""
+    def save(self, root: Path, number: int, trainer: Any, buffered: Sequence[Group]) -> None:
+        """Writes a checkpoint from rank 0: weights and optimizer, the trainer's counts, groups that are not trained yet.
+
+        With `checkpoint.background` it returns when all is copied; `written` says how the writing went.
+        """
         objects = list(dict.fromkeys(h for g in buffered for h in g.sample.frontier.segment.objects()))
         lights = []
         for group in buffered:
@@ -93,7 +94,18 @@ class TrainSlab:
             named = rows.replace(segment=_renamed(rows.segment, objects), media=None)
             lights.append(group.sample.replace_frontier(named))
         places = list(range(len(objects)))
-        self._ray.get(self.actors[0].save.remote(str(root), number, trainer, score, lights, places, *objects))
+        self._ray.get(self.actors[0].save.remote(str(root), number, trainer, lights, places, *objects))
+        self._writing = self.actors[0].written.remote()
+
+    def written(self, *, wait: bool) -> bool:
+        """Whether the last checkpoint is on disk, waiting for it if asked to. Raises, once, what writing it raised."""
+        if self._writing is None:
+            return True
+        if not wait and not self._ray.wait([self._writing], timeout=0)[0]:
+            return False
+        writing, self._writing = self._writing, None
+        self._ray.get(writing)
+        return True
 
     def restore(self, path: Path) -> tuple[Any, list[Group]]:
         """All ranks take up a checkpoint; its counts, and its groups with their trajectories back in the store."""
@@ -120,11 +132,10 @@ class RolloutSlab:
         self._ray = supervisor
         self._num_ranks = len(self.actors)
         self._config = config
+        self._newest: tuple[Any, tuple[int, int]] | None = None
         self.dispatcher: Dispatcher
         if config.reward_stack.schedule is None:
-            self.dispatcher = RayGenerationDispatcher(
-                self.actors, ray=supervisor, collect_fn=self._collect
-            )
+            self.dispatcher = RayGenerationDispatcher(self.actors, ray=supervisor, collect_fn=self._collect)
         else:
             self.dispatcher = ScheduledDispatcher(
                 self.actors, ray=supervisor, plan_fn=RowCosts(config).plan, collect_fn=self._collect_scheduled
@@ -150,6 +161,8 @@ class RolloutSlab:
     def load(self, push: Any) -> None:
         """Sends a push (a reference to a `WeightPush`) to every rank and compares digests of what is live there."""
         sent: WeightPush = self._ray.get(push)
+        if self._config.max_worker_restarts:
+            self._newest = push, sent.digest
         digests = self._ray.get([a.load.remote(push) for a in self.actors])
         wrong = [rank for rank, digest in enumerate(digests) if tuple(digest) != tuple(sent.digest)]
         if wrong:
@@ -157,6 +170,14 @@ class RolloutSlab:
                 f"push {sent.push_version} did not land on rollout ranks {wrong}: sent digest {sent.digest}, live digests "
                 f"{[digests[r] for r in wrong]}"
             )
+
+    def reload(self, ask: Callable[..., Any]) -> None:
+        """Gives a worker that was started again what the others hold, by `ask(method, *arguments)`, and compares digests."""
+        if self._newest is None:
+            return
+        push, digest = self._newest
+        if tuple(live := ask("load", push)) != tuple(digest):
+            raise RuntimeError(f"a restarted worker holds weights of digest {live}; sent digest {digest}")
 
     def sleep(self) -> None:
         self._ray.get([a.sleep.remote() for a in self.actors])
@@ -173,7 +194,9 @@ class RolloutSlab:
         ]
         trees = [rows.sample for rows in lights if rows.sample is not None]
         request = Sample.concat(trees)
-        return self._collect_scheduled(request, shares)
+        groups = self._collect_scheduled(request, shares)
+        self._ray.forget([light for light, _ in results])
+        return groups
 
     def _collect_scheduled(self, request: Sample, shares: Sequence[DoneShare]) -> list[Group]:
         """Rows from anywhere, in the request's order again, and verified to be exactly those that were asked for.
@@ -190,7 +213,8 @@ class RolloutSlab:
         parts = []
         for share, store in zip(shares, stores, strict=True):
             rows = share.rows.sample.frontier  # type: ignore[union-attr]
-            parts.append(rows.replace(segment=SegmentRef.of(store, len(rows))))
+            # Another one, if its worker was started again.
+            parts.append(rows.replace(segment=SegmentRef.of(self._ray.current(store), len(rows))))
         rows = _restored(request, Part.concat(parts))
         transfer_s = time.perf_counter() - begin
         done = [share.rows for share in shares]
@@ -202,6 +226,7 @@ class RolloutSlab:
         seconds = {phase: max(d.seconds[phase] for d in done) for phase in done[0].seconds}
         seconds["transfer_s"] = transfer_s
         trees = request.replace_frontier(rows).split()
+        self._ray.forget(stores)
         return [Group(tree, seconds, len(trees), timeline) for tree in trees]
 
     def _score(self, rows: Part) -> tuple[Part, list[ScoredRows]]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from unirl.progress import reached
 from unirl.protocols import Engine, Scorer, UnitSource
 from unirl.reward.score import score_rows
 from unirl.reward.units import Batch, BatchSource, FixedBatches, PulledUnits
@@ -105,6 +106,7 @@ class RewardStack:
         return ScoredRows(Sample((scored,)), (call,))
 
     def _scored(self, rows: Part) -> Part:
+        reached("score.micro")
         return rows.replace(component_rewards=score_rows(self.scorers, rows))
 
     def _run(self, request: Sample, source: BatchSource, rank: int) -> ScoredRows:
@@ -134,6 +136,7 @@ class RewardStack:
             while batch is not None:
                 begin = time.perf_counter()
                 micro = request.replace_frontier(frontier.select(batch.rows))
+                reached("generate.micro")
                 part = self.engine.generate(micro).frontier
                 note("generate", batch, begin)
                 result: Part | Future[Part] = part

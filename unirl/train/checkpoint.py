@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from unirl.progress import reached
 from unirl.train.tensor_files import (
     DEFAULT_SHARD_BYTES,
     WrittenFile,
@@ -115,12 +116,36 @@ def save_checkpoint(
         partial.mkdir()
         _fill(partial, number, sections, state, score, max_shard_bytes)
         _publish(partial, final)
+        reached("checkpoint.renamed")
     except BaseException:
         _remove(partial, quietly=True)
         raise
     _point_to(root, final.name)
     _prune(root, keep_last)
     return final
+
+
+def set_score(path: str | os.PathLike[str], score: float) -> None:
+    """Notes an evaluation's score with a checkpoint that was written before it was known. Not a finite one: notes none."""
+    path = Path(path)
+    manifest = _manifest(path)
+    manifest["score"] = score if math.isfinite(score) else None
+    _replace(path / MANIFEST_FILE, json.dumps(manifest, indent=1))
+
+
+def set_aside_after(root: str | os.PathLike[str], number: int) -> None:
+    """Renames later checkpoints than `number` to `superseded_...`, of a run that goes on from there, and removes what a crash
+    left half-written. Nothing that was whole is deleted.
+    """
+    root = Path(root)
+    for path in _folders(root):
+        if _number(path) > number:
+            aside = path.with_name(f"superseded_{path.name}")
+            _remove(aside)
+            path.rename(aside)
+    if root.is_dir():
+        for left in (*root.glob(f".{_PREFIX}*.partial"), *root.glob(f".{_PREFIX}*.old")):
+            _remove(left, quietly=True)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -212,6 +237,7 @@ def _fill(
     files: list[WrittenFile] = []
     names: dict[str, list[str]] = {}
     for section, tensors in sections.items():
+        reached("checkpoint.section")
         written = write_sharded(folder, section, tensors, max_shard_bytes=max_shard_bytes)
         names[section] = [f.name for f in written]
         files += written
@@ -241,10 +267,14 @@ def _publish(partial: Path, final: Path) -> None:
 
 
 def _point_to(root: Path, name: str) -> None:
-    partial = root / f".{POINTER_FILE}.partial"
-    write_bytes(partial, json.dumps({"checkpoint": name}).encode())
-    os.replace(partial, root / POINTER_FILE)
-    sync_folder(root)
+    _replace(root / POINTER_FILE, json.dumps({"checkpoint": name}))
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    write_bytes(partial, text.encode())
+    os.replace(partial, path)
+    sync_folder(path.parent)
 
 
 def _prune(root: Path, keep_last: int) -> None:

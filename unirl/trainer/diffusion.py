@@ -123,9 +123,7 @@ class DiffusionTrainer:
     def _measure(self, step: int) -> None:
         session = self.session
         with session.timed("eval"):
-            session.note(
-                evaluate(session.rollout, session.requests, self.config, self.plan.run_dir.samples, step)
-            )
+            session.score(step, evaluate(session, step))
 
     def _save_if_due(self, rollout_id: int) -> None:
         done, interval = rollout_id + 1, self.config.save_interval
@@ -134,7 +132,7 @@ class DiffusionTrainer:
 
     def _save(self, rollout: int) -> None:
         with self.session.timed("save"):
-            self.session.checkpoints.save(self.session.train, self, rollout)
+            self.session.save(self, rollout)
 
     def _finish(self) -> None:
         """The last evaluation, of the weights that are exported, and the adapter."""
@@ -144,9 +142,10 @@ class DiffusionTrainer:
                 self._measure(last)
             self.session.write(last)
         if self.config.model.train == "lora":
-            self.session.train.export_adapter(
-                str(self.plan.run_dir.adapter), average=self.config.optim.ema.decay > 0
-            )
+            with self.session.writing("the adapter"):
+                self.session.train.export_adapter(
+                    str(self.plan.run_dir.adapter), average=self.config.optim.ema.decay > 0
+                )
 
     # ---- what a checkpoint holds beside the training ranks' state
 

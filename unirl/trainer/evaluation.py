@@ -3,28 +3,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from unirl.config import RunConfig
-from unirl.distributed.slabs import RolloutSlab
 from unirl.metrics import write_samples
 from unirl.reward.set_metrics import set_metrics
-from unirl.trainer.requests import Requests
+from unirl.trainer.session import Session
 from unirl.types import Part
 
 
-def evaluate(
-    rollout: RolloutSlab, requests: Requests, config: RunConfig, samples: Path, step: int
-) -> dict[str, float]:
+def evaluate(session: Session, step: int) -> dict[str, float]:
     """Metrics of all evaluation sets; the images of the first one go to `samples/eval_<step>.npz`.
 
     The first set's numbers are `eval/<name>`, the others' `eval/<set>/<name>`.
     """
+    config, requests = session.config, session.requests
     metrics: dict[str, float] = {}
     for index, name in enumerate(requests.eval_sets):
-        rows = rollout.evaluate(requests.evaluation(name)).frontier
+        rows = session.rollout.evaluate(requests.evaluation(name)).frontier
         prefix = "eval" if index == 0 else f"eval/{name}"
         numbers = describe(rows, config)
         metrics.update({f"{prefix}/{key}": value for key, value in numbers.items()})
@@ -32,7 +28,9 @@ def evaluate(
             assert rows.media is not None and rows.push_version is not None
             metrics["eval/version"] = int(rows.push_version.max())
             scores = weighted_reward(rows, config).tolist()
-            write_samples(samples / f"eval_{step:06d}.npz", rows.media, rows.prompts, rows.ids, scores)
+            path = session.run_dir.samples / f"eval_{step:06d}.npz"
+            with session.writing("the evaluation's samples"):
+                write_samples(path, rows.media, rows.prompts, rows.ids, scores)
     return metrics
 
 

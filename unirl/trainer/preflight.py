@@ -46,23 +46,37 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
     limits = model_limits(config)
     requests.check_canvases(pixel_stride=limits.pixel_stride, max_side=limits.max_side)
     run_dir = RunDir(Path(config.run_dir))
-    if config.resume is None:
+    if config.resume is None or not run_dir.holds(config.resume):
         run_dir.check_new()
-    elif config.resume != AUTO or run_dir.config_file.exists():
-        run_dir.check_recipe(config)
     checkpoints = RunCheckpoints(config, run_dir)
     return Plan(
+    text = describe(config, asynchronous, requests) + resumption(config, run_dir, checkpoints)
         config,
         asynchronous,
         requests,
         row_costs,
         run_dir,
         checkpoints,
-        describe(config, asynchronous, requests),
+        text,
     )
 
 
 def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:
+def resumption(config: RunConfig, run_dir: RunDir, checkpoints: RunCheckpoints) -> str:
+    """What a run goes on from and what its recipe changes, a line each; empty for one that starts."""
+    if config.resume is None or (config.resume == AUTO and not run_dir.config_file.exists()):
+        return ""
+    changes = run_dir.accepted_changes(config)
+    from_where = (
+        f"checkpoint {checkpoints.path}" if checkpoints.path else "the beginning: there is no checkpoint"
+    )
+    lines = [
+        f"  resumed from {from_where}",
+        *(f"  changed: {k} {was!r} -> {now!r}" for k, (was, now) in changes.items()),
+    ]
+    return "".join(f"\n{line}" for line in lines)
+
+
     """What the run will do and about how long it will take; the first line stands alone."""
     rows = config.batch_size * config.samples_per_prompt
     train, rollout = config.slab_sizes()
