@@ -46,7 +46,23 @@ def model_config(config: RunConfig) -> BagelConfig:
     dimensions = preset(config.model.preset)
     if config.model.batch_invariant is not None:
         dimensions = dimensions.replace(batch_invariant=config.model.batch_invariant)
+    if config.parity.bitwise and not dimensions.batch_invariant:
+        raise ValueError(
+            f"parity.bitwise is true, but the preset {config.model.preset} is not batch-invariant; set model.batch_invariant: true "
+            "or parity.bitwise: false"
+        )
     return dimensions
+
+
+def pick_device(config: RunConfig) -> str:
+    """`cuda` where there is one, else `cpu`; `ValueError` for a recipe that asks what the device cannot do."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.parity.bitwise and device != "cpu":
+        raise ValueError(
+            "parity.bitwise is true, but there is a GPU, whose matrix products may round by the size of the batch; set "
+            "parity.bitwise: false, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
+        )
+    return device
 
 
 def model_limits(config: RunConfig) -> ModelLimits:
@@ -84,7 +100,7 @@ def check_model(config: RunConfig) -> None:
 
 def build_model(config: RunConfig, *, rollout_only: bool = False) -> tuple[Bagel, BagelStage]:
     """The model with its adapter or trainable weights, on this process's device, and its stage."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device(config)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
     stage = BagelStage.from_pretrained(
         weights_folder(config), model_config(config), device=device, dtype=dtype

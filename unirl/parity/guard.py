@@ -71,11 +71,14 @@ class RatioGuard:
                     "replay does not give the rollout's log-probs back: |delta log-prob| "
                     f"{worst.abs_dlogp:.2e} "
                     f"({worst.abs_dlogp / self.clip_range:.2e} clip ranges) on canvas {canvas}, row "
-                    f"{worst.row_id!r}; tolerance "
-                    f"{self.tolerance:.2e} (key stack.first_update_ratio_tol), passed by {len(beyond)} of "
-                    f"{len(rows)} rows"
+                    f"{worst.row_id!r}; {self._tolerated()}, passed by {len(beyond)} of {len(rows)} rows"
                 )
         return messages
+
+    def _tolerated(self) -> str:
+        if self.tolerance == 0:
+            return "no difference is tolerated (key parity.bitwise)"
+        return f"tolerance {self.tolerance:.2e} (key stack.first_update_ratio_tol)"
 
     def clip_range_warning(self, drifts: Sequence[RowDrift]) -> str | None:
         """Once a run: the clip range is not well above the numerical noise of the ratio, so clipping is

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from unirl.train.optim import Optimizer, StepReport
 from unirl.train.plan import RankPlan, RankUpdate
 from unirl.train.pushed import PushedWeights
 from unirl.train.rng import load_rng, rng_tensors
-from unirl.train.trainable import is_adapter, swapped, trained_parameters
+from unirl.train.trainable import is_adapter, is_bitwise, swapped, trained_parameters
 from unirl.train.weights import build_push
 from unirl.types import Part
 
@@ -73,9 +74,7 @@ class TrainStack:
         self.ema = Ema(self.optimizer.masters, config.optim.ema) if config.optim.ema.decay else None
         self.pushed = PushedWeights(self.parameters, config, adapter=is_adapter(model))
         self.guard = RatioGuard(
-            tolerance=default_tolerance(config.model.dtype)
-            if config.stack.first_update_ratio_tol is None
-            else config.stack.first_update_ratio_tol,
+            tolerance=_tolerance(config, model),
             action=config.stack.first_update_ratio_action,
             clip_range=config.algorithm.clip_range,
         )
@@ -210,19 +209,26 @@ class TrainStack:
     # ---- before the first step
 
     def _anchor(self, part: Part, plan: RankPlan, checks: ReplayChecks) -> Part:
-        """Old log-probs as `old_logp_source` asks; under lag and `rollout`, one parity probe."""
+        """Old log-probs as `old_logp_source` asks; under lag and `rollout`, a parity probe."""
         if len(part) == 0:  # no live row came to this rank; it still takes part in the sums
             return part
         if self.config.old_logp_source == "replay":
             return self._recompute(part, plan, checks)
-        for rows in plan.updates[0].micros:
-            micro = part.select(rows)
-            for version, members in _by_version(micro, _by_lag(micro, self.policy_step)[1]).items():
-                if version in self.pushed:
-                    replayed = self._replay_under(micro, version)
-                    checks.see_parity(micro, members, replayed.log_probs, micro.segment.log_probs)
-                    return part
+        self._probe(part, checks)
         return part
+
+    def _probe(self, part: Part, checks: ReplayChecks) -> None:
+        """Replays a few lagging rows, of every canvas where they suffice, under the weights that generated them."""
+        lagging = _by_lag(part, self.policy_step)[1]
+        kept = [rows for version, rows in _by_version(part, lagging).items() if version in self.pushed]
+        if kept and self.config.parity.probe_rows:
+            canvases = part.canvases()
+            probe = part.select(
+                _spread(kept[0], [canvases[row] for row in kept[0]], self.config.parity.probe_rows)
+            )
+            assert probe.push_version is not None
+            replayed = self._replay_under(probe, int(probe.push_version[0]))
+            checks.see_parity(probe, range(len(probe)), replayed.log_probs, probe.segment.log_probs)
 
     def _recompute(self, part: Part, plan: RankPlan, checks: ReplayChecks) -> Part:
         """Log-probs of every row under the weights that generated it, in the micros in which it is trained.
@@ -377,6 +383,13 @@ def merge_results(results: Sequence[TrainResult]) -> dict[str, float]:
     return merged
 
 
+def _tolerance(config: RunConfig, model: torch.nn.Module) -> float:
+    asked = config.stack.first_update_ratio_tol
+    if asked is not None:
+        return asked
+    return 0.0 if is_bitwise(config, model) else default_tolerance(config.model.dtype)
+
+
 def _note(found: Mapping[str, torch.Tensor], num_rows: int, number: int, metrics: Aggregate) -> None:
     """The algorithm's row values, read back from the device at once."""
     reduced = torch.stack([v.max() if name.endswith("_max") else v.mean() for name, v in found.items()])
@@ -384,6 +397,16 @@ def _note(found: Mapping[str, torch.Tensor], num_rows: int, number: int, metrics
     metrics.mean({n: v for n, v in values.items() if not n.endswith("_max")}, num_rows, update=number)
     metrics.maximum({n: v for n, v in values.items() if n.endswith("_max")})
     metrics.total({"rows/trained": num_rows})
+
+
+def _spread(rows: Sequence[int], kinds: Sequence[Hashable], count: int) -> list[int]:
+    """At most `count` of `rows`, taking the first of every kind before the second of any."""
+    seen: Counter[Hashable] = Counter()
+    ranked = []
+    for position, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+        ranked.append((seen[kind], position, row))
+        seen[kind] += 1
+    return [row for _, _, row in sorted(ranked)[:count]]
 
 
 def _column(part: Part, name: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from unirl.config import ModelConfig
+from unirl.config import ModelConfig, RunConfig
 from unirl.models.bagel.layers import make_batch_invariant
 from unirl.train import lora
 
@@ -27,6 +27,21 @@ def prepare(model: torch.nn.Module, config: ModelConfig, *, seed: int) -> None:
     if config.gradient_checkpointing:
         model.gradient_checkpointing = True  # type: ignore[assignment]
     model.eval()
+
+
+def is_bitwise(config: RunConfig, model: torch.nn.Module) -> bool:
+    """Whether a replay of `model` gives a row's bits whatever its batch: as `parity.bitwise` says, and where it says nothing, when
+    everything that it needs is there.
+    """
+    if config.parity.bitwise is not None:
+        return config.parity.bitwise
+    weight = next(model.parameters())
+    return (
+        bool(getattr(getattr(model, "config", None), "batch_invariant", False))
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and config.threads_per_worker == 1
+    )
 
 
 def is_adapter(model: torch.nn.Module) -> bool:

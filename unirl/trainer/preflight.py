@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from unirl.config import RunConfig, check
-from unirl.distributed.models import check_model, model_limits
+from unirl.distributed.models import check_model, model_limits, pick_device
 from unirl.distributed.workloads import RowCosts
 from unirl.metrics import check_sinks
 from unirl.reward import check_scorers
@@ -44,6 +44,7 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
     if requests.dataset.has_images:
         row_costs.check_source_images()
     limits = model_limits(config)
+    pick_device(config)
     requests.check_canvases(pixel_stride=limits.pixel_stride, max_side=limits.max_side)
     run_dir = RunDir(Path(config.run_dir))
     if config.resume is None or not run_dir.holds(config.resume):
