@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`unirl`: doctor, report, sample, export. Heavy imports happen inside the command that needs them."""
+"""`unirl`: doctor, report, sample, export, simulate, fit-cost. Heavy imports happen inside the command that needs them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from unirl.cli_schedule import add_commands as add_schedule_commands
 
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
@@ -60,19 +62,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sample.set_defaults(command=_sample)
 
-    export = commands.add_parser("export", help="write a run's adapter as plain peft loads it")
-    export.add_argument("run", type=Path, metavar="RUN", help="run directory")
     checkpoints = commands.add_parser(
         "checkpoints", help="list a run's checkpoints and verify every byte of them"
     )
     checkpoints.add_argument("run", type=Path, metavar="RUN", help="run directory")
     checkpoints.set_defaults(command=_checkpoints)
 
+    export = commands.add_parser("export", help="write a run's adapter as plain peft loads it")
+    export.add_argument("run", type=Path, metavar="RUN", help="run directory")
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
     export.add_argument(
         "--checkpoint", type=Path, help="a checkpoint (default: the adapter, else the newest)"
     )
     export.set_defaults(command=_export)
+
+    add_schedule_commands(commands)
     return parser
 
 
@@ -122,10 +126,6 @@ def _sample(options: argparse.Namespace) -> int:
     return 0
 
 
-def _export(options: argparse.Namespace) -> int:
-    from unirl.cli_model import export_adapter
-
-    print(export_adapter(options.run, options.to, checkpoint=options.checkpoint))
 def _checkpoints(options: argparse.Namespace) -> int:
     from unirl.cli_checkpoints import checkpoints_table
 
@@ -134,6 +134,10 @@ def _checkpoints(options: argparse.Namespace) -> int:
     return 0 if all_whole else EXIT_FAILED
 
 
+def _export(options: argparse.Namespace) -> int:
+    from unirl.cli_model import export_adapter
+
+    print(export_adapter(options.run, options.to, checkpoint=options.checkpoint))
     return 0
 
 

@@ -86,12 +86,13 @@ class Engine(Protocol):
     """Generates rows with its own copy of the weights, or with the trainer's.
 
     `noise_keyed_by_row`: a row's noise depends on its id alone, so any rank may generate it. `min_pack_rows`: the
-    fewest rows of a group that one call takes.
+    fewest rows of a group that one call takes. `packs_groups`: groups of one canvas and equally many rows run as one batch.
     """
 
     name: str
     noise_keyed_by_row: bool
     min_pack_rows: int
+    packs_groups: bool
 
     def check(self, part: Part) -> None:
         """Raises a `ValueError` that names the engine when it cannot honour a row (canvas, source image)."""

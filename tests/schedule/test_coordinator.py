@@ -162,6 +162,33 @@ def test_one_round_trip_reports_and_pulls() -> None:
     assert coordinator.is_finished
 
 
+def test_a_rank_that_starts_over_gives_back_what_it_had_pulled() -> None:
+    """Nobody said that it died: its second first pull does."""
+    table = build_unit_table(groups_of([1, 1], [0, 1], [3, 1]), TokenCount(), max_rows=1)
+    coordinator = Coordinator(table, 2, StealPolicy())
+    first = coordinator.start(0)
+    assert first is not None and coordinator.done(first.lease)
+    running = coordinator.pull(0)
+    assert running is not None
+    ran = []
+    assignment = coordinator.start(0)
+    assert coordinator.done(running.lease) is False
+    while assignment is not None:
+        ran += assignment.unit_ids
+        assignment = coordinator.done_and_pull(0, assignment.lease, None)[1]
+    assert sorted(ran) == [0, 1, 2, 3]
+    assert coordinator.is_finished
+
+
+def test_the_first_start_of_a_rank_takes_nothing_back() -> None:
+    table = build_unit_table(groups_of([1], [0], [2]), TokenCount(), max_rows=1)
+    coordinator = Coordinator(table, 2, StealPolicy())
+    mine = coordinator.start(0)
+    theirs = coordinator.start(1)
+    assert mine is not None and theirs is not None and theirs.stolen
+    assert coordinator.done(mine.lease) and coordinator.done(theirs.lease)
+
+
 def test_a_group_of_a_rank_that_does_not_exist_is_refused() -> None:
     table = build_unit_table(groups_of([1], [3], [1]), TokenCount(), max_rows=1)
     with pytest.raises(ValueError, match=r"ranks \[3\], and there are 2"):

@@ -145,7 +145,7 @@ def test_coefficients_come_from_the_recipe_or_from_a_file_it_names(tmp_path: Pat
     config = TRUE.to_config()
     assert cost_from_config(config) == TRUE
     path = tmp_path / "h200.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps({"coefficients": config, "measured": {"device": "one core"}}))
     assert cost_from_config(str(path)) == TRUE
 
 

@@ -75,8 +75,15 @@ class RowCosts:
         )
         schedule = self._config.reward_stack.schedule
         assert schedule is not None, "a rollout without a schedule is not planned"
-        max_rows, min_rows = self._config.reward_stack.micro_batch_size, TrainsideEngine.min_pack_rows
-        return RolloutPlan(groups, num_ranks, schedule, self.cost, max_rows, min_rows)
+        return RolloutPlan(
+            groups,
+            num_ranks,
+            schedule,
+            self.cost,
+            max_rows=self._config.reward_stack.micro_batch_size,
+            min_rows=TrainsideEngine.min_pack_rows,
+            packs_groups=TrainsideEngine.packs_groups,
+        )
 
     def training(self, rows: Part) -> list[float]:
         """What replaying each row costs, in any unit: its share of a full micro-batch of the trained steps."""

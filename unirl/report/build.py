@@ -14,11 +14,12 @@ from unirl.report.grids import write_grid
 from unirl.report.html import render
 from unirl.report.run_files import RunFiles, load_run
 from unirl.report.summary import summarise
+from unirl.report.timeline import write_run_timeline
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes `curves.png`, `samples/grid_before.png`, `samples/grid_after.png` and `report.html`; returns the
-    latter's path.
+    """Writes `curves.png`, `timeline.png`, `samples/grid_before.png`, `samples/grid_after.png` and `report.html`;
+    returns the latter's path.
 
     Reads only the files of the run directory, so it can be called while the run goes on and any number of
     times. Raises `ValueError` when the directory is none of a run, or one of its files cannot be read.
@@ -26,7 +27,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     run = load_run(run_dir)
     curves = write_curves(run, run.folder / "curves.png")
     grids, last = _write_grids(run)
-    page = render(run, summarise(run), curves=curves, grids=grids, prompts=last)
+    timeline = write_run_timeline(run.folder)
+    page = render(run, summarise(run), curves=curves, grids=grids, prompts=last, timeline=timeline)
     path = run.folder / "report.html"
     temporary = path.with_name(".report.html.tmp")
     temporary.write_text(page, encoding="utf-8")

@@ -75,6 +75,7 @@ def _panels(run: RunFiles) -> list[tuple[Callable[[Axes], None], Sequence[str]]]
     clips = [name for name in ("clip", "clip_max") if name in known]
     norms = [name for name in ("gn", "gn_max") if name in known]
     phases = [f"perf/{name}_s" for name in PHASES if f"perf/{name}_s" in known]
+    tails = [name for name in ("perf/tail_ratio", "perf/train_tail_ratio") if name in known]
     lags = [name for name in ("async/staleness", "async/policy_lag") if name in known]
     return [
         (lambda axes: _draw_lines(axes, run, rewards, "reward: training and evaluation"), rewards),
@@ -84,6 +85,7 @@ def _panels(run: RunFiles) -> list[tuple[Callable[[Axes], None], Sequence[str]]]
         (lambda axes: _draw_lines(axes, run, clips, "clip fraction"), clips),
         (lambda axes: _draw_lines(axes, run, norms, "gradient norm"), norms),
         (lambda axes: _draw_phases(axes, run, phases), phases),
+        (lambda axes: _draw_lines(axes, run, tails, "slowest rank over the mean (1 is perfect)"), tails),
         (lambda axes: _draw_lines(axes, run, lags, "staleness (pushes), policy lag (steps)"), lags),
     ]
 

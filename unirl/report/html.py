@@ -44,6 +44,7 @@ def render(
     curves: Path,
     grids: Sequence[tuple[str, Path]],
     prompts: SampleSet | None,
+    timeline: Path | None = None,
 ) -> str:
     """The page as text.
 
@@ -51,6 +52,7 @@ def render(
         curves: PNG of the curves.
         grids: (caption, PNG) of each grid that there is.
         prompts: the samples of the last evaluation, for the table of scores by prompt.
+        timeline: PNG of which rank ran what in the last rollout.
     """
     name = run.folder.resolve().name
     sections = [
@@ -62,6 +64,7 @@ def render(
         _section("Scores by prompt, last evaluation", _by_prompt(prompts)),
         _section("Checks", _checks(summary)),
         _section("Seconds by phase", _phases(summary)),
+        _section("Last rollout, rank by rank", _image(timeline, "timeline of the ranks") if timeline else ""),
         _section("Plan", _preformatted(run.plan)),
         _section("Configuration", _folded("config.yaml", run.config_text)),
         _section("Environment", _environment(run.environment)),

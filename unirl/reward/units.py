@@ -69,9 +69,10 @@ class PulledUnits:
         if assignment is None:
             return None
         unit_ids = assignment.unit_ids
+        groups = [self._table.groups[self._table.units[i].group].group_id for i in unit_ids]
         return Batch(
             rows=[self._place[row_id] for row_id in self._table.rows_of(unit_ids)],
-            label=self._table.groups[self._table.units[unit_ids[0]].group].group_id,
+            label=groups[0] if groups[0] == groups[-1] else f"{groups[0]} .. {groups[-1]}",
             stolen=assignment.stolen,
             num_units=len(unit_ids),
             lease=assignment.lease,

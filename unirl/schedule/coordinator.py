@@ -15,7 +15,7 @@ from unirl.schedule.units import Unit, UnitTable
 
 
 class Assignment(NamedTuple):
-    """Units of one group for one rank to run in one call; `lease`, unique in the rollout, goes to `done`."""
+    """Units for one rank to run in one call; `lease`, unique in the rollout, goes to `done`."""
 
     lease: int
     rank: int
@@ -25,8 +25,23 @@ class Assignment(NamedTuple):
 
 
 @dataclass(frozen=True)
+class FullPacking:
+    """A call runs as many units as `max_rows` rows hold: right where nobody can take work away.
+
+    Units of one group, and with `across_groups` also of others with the same canvas, steps and branches, of each equally many
+    rows: what an engine runs as one batch.
+    """
+
+    max_rows: int
+    across_groups: bool = True
+
+    def target_cost(self, unstarted_cost: float, num_ranks: int, per_call: float) -> float:
+        return math.inf
+
+
+@dataclass(frozen=True)
 class AdaptivePacking:
-    """How many units of a group one call runs: many at first, single ones at the end.
+    """How many units one call runs: many at first, single ones at the end.
 
     With R the cost that is still unstarted and m the number of ranks, the rows of a call may cost
 
@@ -37,11 +52,12 @@ class AdaptivePacking:
     call adds: cutting a rank's share R / m into pieces of size x costs (R / m) * h / x in calls and some x / 8 of
     waiting at the end (it is less than half a piece because calls go on shrinking; the eighth did best, or nearly, in a
     simulation over a 512 / 768 / 1024 mix with h from 1/16 of the smallest row to 8 of them), which is least
-    at that x. Never more than `max_rows` rows, and never less than one unit.
+    at that x. Never more than `max_rows` rows, and never less than one unit; `across_groups` as in `FullPacking`.
     """
 
     max_rows: int
     guidance: float = 1.25
+    across_groups: bool = False
 
     def target_cost(self, unstarted_cost: float, num_ranks: int, per_call: float) -> float:
         share = max(unstarted_cost, 0.0) / num_ranks  # a sum of floats may end just below 0
@@ -64,7 +80,7 @@ class Coordinator:
         num_ranks: int,
         policy: SchedulePolicy,
         *,
-        packing: AdaptivePacking | None = None,
+        packing: AdaptivePacking | FullPacking | None = None,
         correction: RankCorrection | None = None,
     ) -> None:
         strangers = sorted({group.owner for group in table.groups} - set(range(num_ranks)))
@@ -175,28 +191,46 @@ class Coordinator:
     # ---- packing
 
     def _pack(self, unit: Unit, source: int, rank: int, from_back: bool) -> tuple[int, ...]:
-        """Adds neighbours of the same group, from the same end of the same queue, up to the target."""
+        """Adds neighbours from the same end of the same queue, up to the target."""
         assert self.packing is not None
-        deques, group = self._deques, unit.group
-        per_row, per_call = self.table.per_row[group], self.table.per_call[group]
+        deques, table = self._deques, self.table
+        per_row, per_call = table.per_row[unit.group], table.per_call[unit.group]
         target = self.packing.target_cost(deques.total_queued + unit.cost, max(self._num_live, 1), per_call)
         if self.correction is not None:
             target /= self.correction.factor(rank)
         max_rows = self.packing.max_rows
-        if per_row > 0:
+        if per_row > 0 and target < math.inf:
             max_rows = min(max_rows, int(target / per_row + 1e-9))
         queue = deques.queue(source)
-        unit_ids, num_rows = [unit.unit_id], unit.num_rows
-        end, pop, step = (-1, deques.pop_back, -1) if from_back else (0, deques.pop_front, 1)
-        while queue:
-            other = queue[end]
-            if (
-                other.group != group
-                or other.unit_id != unit_ids[-1] + step
-                or num_rows + other.num_rows > max_rows
-            ):
+        step = -1 if from_back else 1
+
+        def chunk(last: Unit, wanted: int, taken: int) -> list[Unit]:
+            """Units that follow `last` in its group, from place `taken` of the queue on, of up to `wanted` rows."""
+            units: list[Unit] = []
+            while taken < len(queue):
+                other = queue[-1 - taken if from_back else taken]
+                follows = other.group == last.group and other.unit_id == last.unit_id + step
+                if not follows or other.num_rows > wanted:
+                    break
+                units.append(other)
+                last, wanted, taken = other, wanted - other.num_rows, taken + 1
+            return units
+
+        units = [unit, *chunk(unit, max_rows - unit.num_rows, 0)]
+        a_group = sum(other.num_rows for other in units)
+        num_rows, shape = a_group, table.shape(unit.group)
+        while self.packing.across_groups and len(units) - 1 < len(queue) and num_rows + a_group <= max_rows:
+            place = len(units) - 1
+            first = queue[-1 - place if from_back else place]
+            if first.group == units[-1].group or table.shape(first.group) != shape:
                 break
+            following = [first, *chunk(first, a_group - first.num_rows, place + 1)]
+            if sum(other.num_rows for other in following) != a_group:
+                break
+            units += following
+            num_rows += a_group
+        pop = deques.pop_back if from_back else deques.pop_front
+        for _ in units[1:]:
             pop(source)
-            unit_ids.append(other.unit_id)
-            num_rows += other.num_rows
-        return tuple(unit_ids if step > 0 else reversed(unit_ids))
+        unit_ids = tuple(other.unit_id for other in units)
+        return unit_ids if step > 0 else unit_ids[::-1]

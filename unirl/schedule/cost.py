@@ -119,19 +119,19 @@ class RankCorrection:
 
 
 def cost_from_config(value: Mapping[str, float] | str | None) -> Cost:
-    """What `reward_stack.cost` asks for: coefficients, a JSON file of coefficients, or, unset, token count."""
+    """What `reward_stack.cost` asks for: coefficients, a JSON file with a table `coefficients`, or, unset, token count."""
     if value is None:
         return TokenCount()
     if not isinstance(value, str):
         return CostModel.from_config(value)
     try:
-        coefficients = json.loads(Path(value).read_text())
+        held = json.loads(Path(value).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward_stack.cost names the file {value}, which cannot be read: {error}"
         ) from error
-    if not isinstance(coefficients, dict):
+    if not isinstance(held, dict) or not isinstance(held.get("coefficients"), dict):
         raise ValueError(
-            f"reward_stack.cost names the file {value}, which does not hold a table of coefficients"
+            f"reward_stack.cost names the file {value}, which does not hold a table of coefficients; write it with unirl fit-cost"
         )
-    return CostModel.from_config(coefficients)
+    return CostModel.from_config(held["coefficients"])

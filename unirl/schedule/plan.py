@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from unirl.schedule.coordinator import AdaptivePacking, Coordinator
+from unirl.schedule.coordinator import AdaptivePacking, Coordinator, FullPacking
 from unirl.schedule.cost import CostModel, RankCorrection
 from unirl.schedule.policies import POLICIES, StealPolicy
 from unirl.schedule.units import Cost, Group, UnitTable, build_unit_table, contiguous_owners
@@ -16,9 +16,10 @@ from unirl.schedule.units import Cost, Group, UnitTable, build_unit_table, conti
 class RolloutPlan:
     """Groups with their owners, and how they are cut and handed out.
 
-    `max_rows` rows is the most that a call of the engine packs, `min_rows` the fewest. Units are as large as packing wants
-    unless there is both somebody to take them elsewhere (`steal`) and a measured cost of a call to weigh against the
-    tail: then they are atoms of `min_rows` that `AdaptivePacking` puts together, many first and few at the end.
+    `max_rows` rows is the most that a call of the engine packs, `min_rows` the fewest, `packs_groups` whether of several groups.
+    Units are as large as packing wants unless there is both somebody to take them elsewhere (`steal`) and a measured
+    cost of a call to weigh against the tail: then they are atoms of `min_rows`. A call runs one unit or several: as many as fit
+    where nobody steals, else as `AdaptivePacking` says, many first and few at the end.
     """
 
     groups: tuple[Group, ...]
@@ -27,6 +28,7 @@ class RolloutPlan:
     cost: Cost
     max_rows: int
     min_rows: int = 1
+    packs_groups: bool = False
 
     @property
     def is_adaptive(self) -> bool:
@@ -44,7 +46,11 @@ class RolloutPlan:
 
     def coordinator(self, correction: RankCorrection | None = None) -> Coordinator:
         """Hands the units out; one for all ranks together, or, without stealing, an equal one on each rank."""
-        packing = AdaptivePacking(self.max_rows) if self.is_adaptive else None
+        packing: AdaptivePacking | FullPacking | None = None
+        if self.schedule == StealPolicy.name and (self.is_adaptive or self.packs_groups):
+            packing = AdaptivePacking(self.max_rows, across_groups=self.packs_groups)
+        elif self.packs_groups:
+            packing = FullPacking(self.max_rows)
         policy = POLICIES[self.schedule]()
         return Coordinator(self.unit_table(), self.num_ranks, policy, packing=packing, correction=correction)
 

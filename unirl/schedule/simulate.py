@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unirl.schedule.coordinator import AdaptivePacking, Assignment, Coordinator
+from unirl.schedule.coordinator import AdaptivePacking, Assignment, Coordinator, FullPacking
 from unirl.schedule.cost import RankCorrection
-from unirl.schedule.policies import SchedulePolicy
+from unirl.schedule.policies import OwnerPolicy, RingPolicy, SchedulePolicy, StealPolicy
 from unirl.schedule.timeline import Call, CallTimeline
-from unirl.schedule.units import Group, UnitTable, Workload
+from unirl.schedule.units import Cost, Group, UnitTable, Workload, build_unit_table
 
 
 class Span(NamedTuple):
@@ -78,7 +78,7 @@ def simulate(
     num_ranks: int,
     policy: SchedulePolicy,
     *,
-    packing: AdaptivePacking | None = None,
+    packing: AdaptivePacking | FullPacking | None = None,
     correction: RankCorrection | None = None,
     duration: Callable[[Assignment], float] | None = None,
 ) -> Timeline:
@@ -101,6 +101,27 @@ def simulate(
         heapq.heappush(events, (now + length, rank, (assignment.lease, length)))
     assert coordinator.is_finished
     return Timeline(tuple(spans), num_ranks, table.total_cost / num_ranks, coordinator.num_stolen_units)
+
+
+def compare_schedules(
+    groups: Sequence[Group], num_ranks: int, cost: Cost
+) -> list[tuple[str, UnitTable, Timeline]]:
+    """(name, units, timeline) of `owner`, `ring`, and `steal` with whole groups, halves, quarters and adaptive units."""
+    rows = max(len(group.row_ids) for group in groups)
+    cases: list[tuple[str, SchedulePolicy, int, bool]] = [
+        ("owner", OwnerPolicy(), rows, False),
+        ("ring, a row a unit", RingPolicy(), 1, False),
+        ("steal, whole groups", StealPolicy(), rows, False),
+        ("steal, halves", StealPolicy(), max(1, rows // 2), False),
+        ("steal, quarters", StealPolicy(), max(1, rows // 4), False),
+        ("steal, adaptive units", StealPolicy(), rows, True),
+    ]
+    outcomes = []
+    for name, policy, max_rows, adaptive in cases:
+        table = build_unit_table(groups, cost, max_rows=max_rows, min_rows=1 if adaptive else None)
+        packing = AdaptivePacking(max_rows) if adaptive else None
+        outcomes.append((name, table, simulate(table, num_ranks, policy, packing=packing)))
+    return outcomes
 
 
 def parse_mix(text: str, *, rows_a_group: int, pixel_stride: int = 16) -> tuple[list[Group], int]:

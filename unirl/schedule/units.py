@@ -106,10 +106,18 @@ class UnitTable:
         )
 
     def cost_of(self, unit_ids: Sequence[int]) -> float:
-        """Cost of running consecutive units of one group, in order, in one call."""
-        first = self.units[unit_ids[0]]
-        num_rows = self.units[unit_ids[-1]].stop - first.start
-        return num_rows * self.per_row[first.group] + self.per_call[first.group]
+        """Cost of running units in one call: their rows, and what the dearest call of any of their groups costs."""
+        if len(unit_ids) == 1:  # the usual case, and a pull is on the way of every rank
+            unit = self.units[unit_ids[0]]
+            return unit.num_rows * self.per_row[unit.group] + self.per_call[unit.group]
+        units = [self.units[unit_id] for unit_id in unit_ids]
+        rows = sum(unit.num_rows * self.per_row[unit.group] for unit in units)
+        return rows + max(self.per_call[unit.group] for unit in units)
+
+    def shape(self, group: int) -> tuple[int, int, int]:
+        """What groups must have in common to share a batch: image tokens, steps, branches."""
+        workload = self.groups[group].workload
+        return workload.tokens, workload.steps, workload.branches
 
 
 def build_unit_table(

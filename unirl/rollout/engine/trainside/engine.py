@@ -24,6 +24,7 @@ class TrainsideEngine:
     name = "trainside"
     noise_keyed_by_row = True
     min_pack_rows = 1
+    packs_groups = True
 
     def __init__(
         self,
