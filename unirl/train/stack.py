@@ -17,8 +17,8 @@ from unirl.algorithms import FlowGRPO
 from unirl.config import RunConfig
 from unirl.metrics import Aggregate
 from unirl.parity import RatioGuard, default_tolerance
-from unirl.protocols import Collective, Replay, Stage, WeightPush
 from unirl.progress import reached
+from unirl.protocols import Collective, Replay, Stage, WeightPush
 from unirl.train import lora
 from unirl.train.checks import NUM_FLAGS, ReplayChecks
 from unirl.train.ema import Ema
@@ -148,8 +148,8 @@ class TrainStack:
             if rows:
                 self._micro(part.select(rows), update.weight_sum, number, generated_at_step, checks, metrics)
         for flag, value in enumerate(checks.flags()):
-        reached("train.exchange")
             self.optimizer.flags[flag] = value
+        reached("train.exchange")
         self.collective.sum_(self.optimizer.exchange)
         checks.raise_if_any(*(int(flag) for flag in self.optimizer.flags.tolist()))
         step = self.optimizer.step()
@@ -167,8 +167,8 @@ class TrainStack:
         generated_at_step: int,
         checks: ReplayChecks,
         metrics: Aggregate,
-        reached("train.micro")
     ) -> None:
+        reached("train.micro")
         new = self.stage.replay(micro, with_means=self.algorithm.needs_means)
         checks.see_layout(micro, new)
         if number == 0:

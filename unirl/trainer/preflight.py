@@ -50,8 +50,8 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
     if config.resume is None or not run_dir.holds(config.resume):
         run_dir.check_new()
     checkpoints = RunCheckpoints(config, run_dir)
-    return Plan(
     text = describe(config, asynchronous, requests) + resumption(config, run_dir, checkpoints)
+    return Plan(
         config,
         asynchronous,
         requests,
@@ -62,7 +62,6 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
     )
 
 
-def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:
 def resumption(config: RunConfig, run_dir: RunDir, checkpoints: RunCheckpoints) -> str:
     """What a run goes on from and what its recipe changes, a line each; empty for one that starts."""
     if config.resume is None or (config.resume == AUTO and not run_dir.config_file.exists()):
@@ -78,6 +77,7 @@ def resumption(config: RunConfig, run_dir: RunDir, checkpoints: RunCheckpoints) 
     return "".join(f"\n{line}" for line in lines)
 
 
+def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:
     """What the run will do and about how long it will take; the first line stands alone."""
     rows = config.batch_size * config.samples_per_prompt
     train, rollout = config.slab_sizes()
