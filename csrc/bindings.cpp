@@ -314,9 +314,10 @@ PYBIND11_MODULE(_C, m) {
       no_gil);
 
   m.def("cuda_sibling_attention_query_tiles", unirl::cuda::sibling_attention_query_tiles);
+  m.def("cuda_sibling_attention_key_tiles", unirl::cuda::sibling_attention_key_tiles);
 
   // gradients: of out (given), query, key, value; buffers: prefix_key's and prefix_value's gradients of each row,
-  // row_stats, partial_query, added, see cuda/sibling_prefix_attention.h.
+  // row_stats, partial_query, progress, see cuda/sibling_prefix_attention.h.
   m.def(
       "cuda_sibling_attention_backward",
       [](const std::array<HeadedTuple, 6>& tensors, Address lse, Address prefix_lengths,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One task is one (group, key head): it packs the prefix once and goes through the siblings in order. Rows of the
-// query (heads of one key head, then tokens) are taken four at a time against vectors of 16 keys or 16 values.
+// query (heads of one key head, then tokens) are taken eight at a time against vectors of 16 keys or 16 values.
 #include "sibling_prefix_attention.h"
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace unirl {
 namespace {
 
 constexpr int64_t kVector = 16;
-constexpr int64_t kRows = 4;
+constexpr int64_t kRows = 8;
 typedef float Vector __attribute__((vector_size(64)));
 typedef int32_t Bits __attribute__((vector_size(64)));
 typedef float Unaligned __attribute__((vector_size(64), aligned(4)));
@@ -49,21 +49,28 @@ UNIRL_INLINE Vector exponential(Vector x) {
   return lost ? Vector{} : value;
 }
 
+// Lane i meets lane i + 8, then i + 4, i + 2, i + 1 (modulo 16); lane 0 has met all.
+#define UNIRL_ROTATED(v, n)                                                                                        \
+  __builtin_shufflevector(v, v, (n), (n) + 1, (n) + 2, (n) + 3, (n) + 4, (n) + 5, (n) + 6, (n) + 7, ((n) + 8) % 16, \
+                          ((n) + 9) % 16, ((n) + 10) % 16, ((n) + 11) % 16, ((n) + 12) % 16, ((n) + 13) % 16,       \
+                          ((n) + 14) % 16, ((n) + 15) % 16)
+
 UNIRL_INLINE float horizontal_sum(Vector v) {
-  float lanes[kVector];
-  store(lanes, v);
-  for (int64_t half = kVector / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+  v = v + UNIRL_ROTATED(v, 8);
+  v = v + UNIRL_ROTATED(v, 4);
+  v = v + UNIRL_ROTATED(v, 2);
+  v = v + UNIRL_ROTATED(v, 1);
+  return v[0];
 }
 
+UNIRL_INLINE Vector larger(Vector left, Vector right) { return left > right ? left : right; }
+
 UNIRL_INLINE float horizontal_max(Vector v) {
-  float lanes[kVector];
-  store(lanes, v);
-  float best = lanes[0];
-  for (int64_t i = 1; i < kVector; ++i) best = lanes[i] > best ? lanes[i] : best;
-  return best;
+  v = larger(v, UNIRL_ROTATED(v, 8));
+  v = larger(v, UNIRL_ROTATED(v, 4));
+  v = larger(v, UNIRL_ROTATED(v, 2));
+  v = larger(v, UNIRL_ROTATED(v, 1));
+  return v[0];
 }
 
 // Memory of one task. "Columns" matrices are [D][keys], "rows" matrices [keys][D], both padded to whole vectors
@@ -162,18 +169,23 @@ struct Fold {
   int64_t head, token;
 };
 
-UNIRL_INLINE Fold fold_at(const AttentionShape& s, int64_t key_head, int64_t index) {
+// The folds of R rows from `first` on.
+template <int R>
+UNIRL_INLINE void fold_rows(const AttentionShape& s, int64_t key_head, int64_t first, Fold* folds) {
   const int64_t heads = s.query_heads / s.key_heads;
-  return {key_head * heads + index / s.length, index % s.length};
+  Fold fold{key_head * heads + first / s.length, first % s.length};
+  for (int r = 0; r < R; ++r) {
+    folds[r] = fold;
+    if (++fold.token == s.length) fold = {fold.head + 1, 0};
+  }
 }
 
 template <int R>
-UNIRL_INLINE void load_rows(const Headed& from, const AttentionShape& s, int64_t row, int64_t key_head, int64_t first,
-                            float scale, int64_t width, float* target) {
+UNIRL_INLINE void load_rows(const Headed& from, int64_t row, const Fold* folds, int64_t d, float scale, int64_t width,
+                            float* target) {
   for (int r = 0; r < R; ++r) {
-    const Fold fold = fold_at(s, key_head, first + r);
-    const float* source = from.at(row, fold.head, fold.token);
-    for (int64_t i = 0; i < s.head_size; ++i) target[r * width + i] = source[i] * scale;
+    const float* source = from.at(row, folds[r].head, folds[r].token);
+    for (int64_t i = 0; i < d; ++i) target[r * width + i] = source[i] * scale;
   }
 }
 
@@ -181,7 +193,9 @@ template <int R>
 UNIRL_INLINE void forward_rows(const Call& call, Scratch& m, int64_t row, int64_t key_head, int64_t first,
                                int64_t keys) {
   const AttentionShape& s = call.in->shape;
-  load_rows<R>(call.in->query, s, row, key_head, first, call.in->scale, m.head_width, m.query.data());
+  Fold folds[R];
+  fold_rows<R>(s, key_head, first, folds);
+  load_rows<R>(call.in->query, row, folds, s.head_size, call.in->scale, m.head_width, m.query.data());
   times_columns<R>(m.query.data(), m.head_width, m.key_columns.data(), s.head_size, m.key_width, m.weights.data());
   float inverse[R];
   for (int r = 0; r < R; ++r) {
@@ -189,8 +203,7 @@ UNIRL_INLINE void forward_rows(const Call& call, Scratch& m, int64_t row, int64_
     for (int64_t key = keys; key < m.key_width; ++key) logits[key] = -std::numeric_limits<float>::infinity();
     Vector best = load(logits);
     for (int64_t key = kVector; key < m.key_width; key += kVector) {
-      const Vector other = load(logits + key);
-      best = other > best ? other : best;
+      best = larger(load(logits + key), best);
     }
     const float top = horizontal_max(best);
     Vector total = {};
@@ -201,12 +214,12 @@ UNIRL_INLINE void forward_rows(const Call& call, Scratch& m, int64_t row, int64_
     }
     const float sum = horizontal_sum(total);
     inverse[r] = 1.0f / sum;
-    const Fold fold = fold_at(s, key_head, first + r);
+    const Fold& fold = folds[r];
     call.lse[(row * s.query_heads + fold.head) * s.length + fold.token] = top + std::log(sum);
   }
   times_rows<R>(m.weights.data(), m.key_width, m.value_rows.data(), keys, m.head_width, m.query.data());
   for (int r = 0; r < R; ++r) {
-    const Fold fold = fold_at(s, key_head, first + r);
+    const Fold& fold = folds[r];
     float* target = call.out->at(row, fold.head, fold.token);
     for (int64_t i = 0; i < s.head_size; ++i) target[i] = m.query[r * m.head_width + i] * inverse[r];
   }
@@ -216,17 +229,23 @@ template <int R>
 UNIRL_INLINE void backward_rows(const Call& call, Scratch& m, int64_t row, int64_t key_head, int64_t first,
                                 int64_t keys) {
   const AttentionShape& s = call.in->shape;
-  load_rows<R>(call.in->query, s, row, key_head, first, call.in->scale, m.head_width, m.query.data());
-  load_rows<R>(*call.grad_out, s, row, key_head, first, 1.0f, m.head_width, m.grad.data());
+  Fold folds[R];
+  fold_rows<R>(s, key_head, first, folds);
+  load_rows<R>(call.in->query, row, folds, s.head_size, call.in->scale, m.head_width, m.query.data());
+  load_rows<R>(*call.grad_out, row, folds, s.head_size, 1.0f, m.head_width, m.grad.data());
   times_columns<R>(m.query.data(), m.head_width, m.key_columns.data(), s.head_size, m.key_width, m.weights.data());
   times_columns<R>(m.grad.data(), m.head_width, m.value_columns.data(), s.head_size, m.key_width,
                    m.weight_grads.data());
   for (int r = 0; r < R; ++r) {
-    const Fold fold = fold_at(s, key_head, first + r);
+    const Fold& fold = folds[r];
     const float lse = call.lse[(row * s.query_heads + fold.head) * s.length + fold.token];
     const float* out = call.out->at(row, fold.head, fold.token);
-    float dot = 0.0f;
-    for (int64_t i = 0; i < s.head_size; ++i) dot += out[i] * m.grad[r * m.head_width + i];
+    const float* upstream = m.grad.data() + r * m.head_width;
+    Vector products = {};
+    int64_t i = 0;
+    for (; i + kVector <= s.head_size; i += kVector) products = products + load(out + i) * load(upstream + i);
+    float dot = horizontal_sum(products);
+    for (; i < s.head_size; ++i) dot += out[i] * upstream[i];
     float* logits = m.weights.data() + r * m.key_width;
     float* grads = m.weight_grads.data() + r * m.key_width;
     for (int64_t key = 0; key < m.key_width; key += kVector) {
@@ -240,7 +259,7 @@ UNIRL_INLINE void backward_rows(const Call& call, Scratch& m, int64_t row, int64
   add_outer<R>(m.weight_grads.data(), m.key_width, m.query.data(), keys, m.head_width, m.key_grads.data());
   times_rows<R>(m.weight_grads.data(), m.key_width, m.key_rows.data(), keys, m.head_width, m.grad.data());
   for (int r = 0; r < R; ++r) {
-    const Fold fold = fold_at(s, key_head, first + r);
+    const Fold& fold = folds[r];
     float* target = call.grads->query.at(row, fold.head, fold.token);
     for (int64_t i = 0; i < s.head_size; ++i) target[i] = m.grad[r * m.head_width + i] * call.in->scale;
   }

@@ -49,6 +49,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether the phase of this parity is over, without waiting.
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // ---- named barriers of one block -------------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_sync(uint32_t id, uint32_t threads) {
@@ -242,8 +257,22 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
   return value;
 }
 
-__device__ __forceinline__ void store_release(int32_t* address, int32_t value) {
-  asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+__device__ __forceinline__ void store_relaxed(int32_t* address, int32_t value) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Orders what this thread has seen or done before, other threads' work included, for the whole GPU.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// The same between threads of a block, through counters in shared memory.
+__device__ __forceinline__ int32_t load_shared_acquire(uint32_t address) {
+  int32_t value;
+  asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_release(uint32_t address, int32_t value) {
+  asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void add_to_global(float* address, float a, float b, float c, float d) {

@@ -126,7 +126,7 @@ void launch_backward(const SiblingAttention& call, const SiblingAttentionGradien
   const int tokens = kGroupRows / ratio;
   const int64_t query_tiles = sibling_attention_query_tiles(call.length, call.query_heads, call.key_heads);
   const int64_t heads = call.num_rows * call.key_heads;
-  const int64_t key_tiles = ((call.prefix_length + kChunk - 1) / kChunk * kChunk + call.length + C::kKeys - 1) / C::kKeys;
+  const int64_t key_tiles = sibling_attention_key_tiles(call.length, call.prefix_length);
   if (heads * key_tiles > INT32_MAX || heads * query_tiles > INT32_MAX) {
     throw std::runtime_error("too many tiles for one launch");
   }
@@ -158,13 +158,11 @@ void launch_backward(const SiblingAttention& call, const SiblingAttentionGradien
   }
   arguments.row_stats = gradients.row_stats;
   arguments.partial_query = gradients.partial_query;
-  arguments.added = gradients.added;
-  arguments.grad_query = const_cast<void*>(gradients.grad_query.data);
+  arguments.progress = gradients.progress;
   arguments.grad_key[0] = const_cast<void*>(gradients.grad_key.data);
   arguments.grad_key[1] = const_cast<void*>(gradients.grad_value.data);
   arguments.grad_prefix[0] = gradients.grad_prefix_key;
   arguments.grad_prefix[1] = gradients.grad_prefix_value;
-  copy_strides(arguments.grad_query_strides, gradients.grad_query);
   copy_strides(arguments.grad_key_strides[0], gradients.grad_key);
   copy_strides(arguments.grad_key_strides[1], gradients.grad_value);
   arguments.prefix_lengths = call.prefix_lengths;
@@ -186,6 +184,19 @@ void launch_backward(const SiblingAttention& call, const SiblingAttentionGradien
   const int blocks = arguments.num_units < multiprocessors() ? arguments.num_units : multiprocessors();
   kernel<<<blocks, kThreads, C::kSharedBytes, stream>>>(arguments);
   check(cudaGetLastError(), "sibling_attention_backward");
+
+  QueryGradArguments finish;
+  finish.partial_query = gradients.partial_query;
+  finish.grad_query = const_cast<void*>(gradients.grad_query.data);
+  copy_strides(finish.strides, gradients.grad_query);
+  finish.scale = call.scale;
+  finish.length = stats.length;
+  finish.key_heads = stats.key_heads;
+  finish.ratio = ratio;
+  finish.tokens = tokens;
+  finish.query_tiles = stats.query_tiles;
+  query_grad_kernel<Element, C::kHeadSize><<<static_cast<unsigned>(heads * query_tiles), 256, 0, stream>>>(finish);
+  check(cudaGetLastError(), "query_grad");
 }
 
 void check_call(const SiblingAttention& call) {
@@ -220,6 +231,11 @@ void sibling_attention_forward(const SiblingAttention& call, void* stream) {
 int64_t sibling_attention_query_tiles(int64_t length, int64_t query_heads, int64_t key_heads) {
   const int64_t tokens = kGroupRows / (query_heads / key_heads);
   return (length + tokens - 1) / tokens;
+}
+
+int64_t sibling_attention_key_tiles(int64_t length, int64_t prefix_length) {
+  constexpr int kKeys = BackwardConfig<__nv_bfloat16>::kKeys;
+  return ((prefix_length + kChunk - 1) / kChunk * kChunk + length + kKeys - 1) / kKeys;
 }
 
 void sibling_attention_backward(const SiblingAttention& call, const SiblingAttentionGradients& gradients,

@@ -42,18 +42,19 @@ void sibling_attention_forward(const SiblingAttention& call, void* stream);
 // Buffers and results of the backward pass; head size 128 alone.
 struct SiblingAttentionGradients {
   HeadedTensor grad_out;       // [N, Hq, L, D]
-  HeadedTensor grad_query;     // [N, Hq, L, D], written; even strides
+  HeadedTensor grad_query;     // [N, Hq, L, D], written
   HeadedTensor grad_key;       // [N, Hk, L, D], written; even strides
   HeadedTensor grad_value;     // [N, Hk, L, D], written; even strides
   float* grad_prefix_key;      // [N, Hk, P, D], written up to the prefix length: each row's part
   float* grad_prefix_value;    // likewise
   float* row_stats;            // [N, Hk, query tiles, 2, 64], scratch
   float* partial_query;        // [N, Hk, query tiles, 64, D], scratch
-  int32_t* added;              // [N, Hk, query tiles, 2], zero
+  int32_t* progress;           // [N, Hk, key tiles, 2], zero
 };
 
-// Query tiles of each row and key head, which size the scratch buffers.
+// Query and key tiles of each row and key head, which size the scratch buffers.
 int64_t sibling_attention_query_tiles(int64_t length, int64_t query_heads, int64_t key_heads);
+int64_t sibling_attention_key_tiles(int64_t length, int64_t prefix_length);
 
 // `call` holds the forward's tensors, `out` and `lse` its results.
 void sibling_attention_backward(const SiblingAttention& call, const SiblingAttentionGradients& gradients,

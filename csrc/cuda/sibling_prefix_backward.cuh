@@ -7,9 +7,10 @@
 // tile adds to dQ goes through shared memory, because it sums over the keys of both warpgroups.
 //
 // dQ sums over blocks. They add in the order of their keys: a block waits until the one before it has added to the
-// query tile, so that every run gives the same bits. Blocks of one row and key head run side by side, each a few tiles
-// behind its predecessor, and work is dealt out in that order, so that a block never waits for one that
-// has not started. The first stores, the last one reads the sum, adds its own part and writes the gradient itself.
+// query tile, so that every run gives the same bits. Blocks of one row and key head run side by side, each some tiles
+// behind its predecessor, and work is dealt out in that order, so that a block never waits for one that has not
+// started. One warp follows the predecessor's progress, two more publish this block's; the warpgroups that compute
+// look at counters in shared memory.
 //
 // The gradients of a shared prefix are written for each row separately (float32) and summed by the caller.
 #pragma once
@@ -20,6 +21,7 @@ namespace unirl::cuda {
 
 constexpr int kBackwardStages = 3;       // query tiles in flight
 constexpr int kTileRows = kGroupRows;    // query rows of a tile
+constexpr int kAddedSlots = 4;           // query tiles added to dQ and not yet published
 constexpr int kRowStatBytes = 2 * kTileRows * 4;
 
 struct BackwardArguments {
@@ -28,12 +30,10 @@ struct BackwardArguments {
   RowMaps own[2];  // keys, values
   RowMaps prefix[2];
   const float* row_stats;  // [N, Hk, query tiles, 2, 64]: log2-sum-exp, inner product of output and its gradient
-  float* partial_query;    // [N, Hk, query tiles, 2, 8, 128, 4]: dQ so far, in the order of the registers
-  int32_t* added;          // [N, Hk, query tiles, 2], zero: blocks that have added to a half tile
-  void* grad_query;        // [N, Hq, L, D]
+  float* partial_query;    // [N, Hk, query tiles, 2, 8, 128, 4]: unscaled dQ, in the order of the registers
+  int32_t* progress;       // [N, Hk, key tiles, 2], zero: query tiles to which a unit's warpgroups have added
   void* grad_key[2];       // keys, values: [N, Hk, L, D]
   float* grad_prefix[2];   // [N, Hk, P, D], contiguous
-  int64_t grad_query_strides[3];
   int64_t grad_key_strides[2][3];
   const int64_t* prefix_lengths;
   float scale;
@@ -46,6 +46,28 @@ struct BackwardArguments {
   int32_t query_tiles;  // of a row and key head
   int32_t key_tiles;    // of a row with the longest prefix
   int32_t num_units;    // rows * key heads * key_tiles
+};
+
+struct BackwardBarriers {
+  uint32_t base;
+  __device__ uint32_t keys_full() const { return base; }
+  __device__ uint32_t keys_empty() const { return base + 8; }
+  __device__ uint32_t query_full(int stage) const { return base + 8 * (2 + stage); }
+  __device__ uint32_t grad_full(int stage) const { return base + 8 * (2 + kBackwardStages + stage); }
+  __device__ uint32_t rows_empty(int stage) const { return base + 8 * (2 + 2 * kBackwardStages + stage); }
+  __device__ uint32_t score_full(int buffer) const { return base + 8 * (2 + 3 * kBackwardStages + buffer); }
+  __device__ uint32_t score_empty(int buffer) const { return base + 8 * (4 + 3 * kBackwardStages + buffer); }
+  __device__ uint32_t added(int group, int slot) const {
+    return base + 8 * (6 + 3 * kBackwardStages + group * kAddedSlots + slot);
+  }
+  __device__ uint32_t published(int group, int slot) const {
+    return base + 8 * (6 + 3 * kBackwardStages + (2 + group) * kAddedSlots + slot);
+  }
+  // Not a barrier: query tiles since the start of the block to which a warpgroup may add.
+  __device__ uint32_t allowed(int group) const {
+    return base + 8 * (6 + 3 * kBackwardStages + 4 * kAddedSlots) + 4 * group;
+  }
+  static constexpr int kBytes = 8 * (7 + 3 * kBackwardStages + 4 * kAddedSlots);
 };
 
 template <typename ElementType>
@@ -66,21 +88,8 @@ struct BackwardConfig {
   static constexpr int kScoreGradOffset = kGradOffset + kBackwardStages * kRowTileBytes;
   static constexpr int kStatOffset = kScoreGradOffset + 2 * kScoreGradBytes;
   static constexpr int kBarrierOffset = kStatOffset + kBackwardStages * kRowStatBytes;
-  static constexpr int kSharedBytes = kBarrierOffset + 256 + 1024;
+  static constexpr int kSharedBytes = kBarrierOffset + BackwardBarriers::kBytes + 1024;
   static_assert(kSharedBytes <= 232448);
-};
-
-struct BackwardBarriers {
-  uint32_t base;
-  __device__ uint32_t keys_full() const { return base; }
-  __device__ uint32_t keys_empty() const { return base + 8; }
-  __device__ uint32_t query_full(int stage) const { return base + 8 * (2 + stage); }
-  __device__ uint32_t grad_full(int stage) const { return base + 8 * (2 + kBackwardStages + stage); }
-  __device__ uint32_t rows_empty(int stage) const { return base + 8 * (2 + 2 * kBackwardStages + stage); }
-  __device__ uint32_t score_full(int buffer) const { return base + 8 * (2 + 3 * kBackwardStages + buffer); }
-  __device__ uint32_t score_empty(int buffer) const { return base + 8 * (4 + 3 * kBackwardStages + buffer); }
-  __device__ uint32_t turn(int group) const { return base + 8 * (6 + 3 * kBackwardStages + group); }
-  __device__ uint32_t added(int group) const { return base + 8 * (8 + 3 * kBackwardStages + group); }
 };
 
 // One unit of work: a tile of keys of a row and key head.
@@ -151,20 +160,50 @@ __device__ void feed_backward(const BackwardArguments& arguments, uint32_t share
   }
 }
 
-// One thread for each warpgroup: lets it add to a query tile when the block before has, and tells the block behind.
+// One thread: lets both warpgroups add to the query tiles that the block before has added to.
 template <typename C>
-__device__ void keep_order(const BackwardArguments& arguments, const BackwardBarriers& barriers, int group) {
+__device__ void follow_predecessor(const BackwardArguments& arguments, const BackwardBarriers& barriers) {
+  const int32_t tiles = arguments.query_tiles;
+  int32_t before = 0;
+  for (int index = blockIdx.x; index < arguments.num_units; index += gridDim.x) {
+    const KeyUnit unit = KeyUnit::at<C>(arguments, index);
+    if (unit.tile >= unit.tiles) continue;
+    int32_t seen[2] = {0, 0};
+    while (seen[0] < tiles || seen[1] < tiles) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const int32_t now =
+            unit.tile == 0 ? tiles : load_acquire(arguments.progress + (static_cast<int64_t>(index) - 1) * 2 + group);
+        if (now > seen[group]) store_shared_release(barriers.allowed(group), before + now);
+        seen[group] = now;
+      }
+    }
+    before += tiles;
+  }
+}
+
+// One thread for each warpgroup: tells the block behind to which query tiles all four warps have added. What is ready
+// at once is published at once: a fence for the whole GPU takes long.
+template <typename C>
+__device__ void publish_progress(const BackwardArguments& arguments, const BackwardBarriers& barriers, int group) {
   uint32_t count = 0;
   for (int index = blockIdx.x; index < arguments.num_units; index += gridDim.x) {
     const KeyUnit unit = KeyUnit::at<C>(arguments, index);
     if (unit.tile >= unit.tiles) continue;
-    int32_t* added = arguments.added + static_cast<int64_t>(unit.head) * arguments.query_tiles * 2 + group;
-    for (int tile = 0; tile < arguments.query_tiles; ++tile, ++count) {
-      while (load_acquire(added + 2 * tile) < unit.tile) {
+    for (int tile = 0; tile < arguments.query_tiles;) {
+      const auto parity = [](uint32_t at) { return (at / kAddedSlots) & 1; };
+      barrier_wait(barriers.added(group, count % kAddedSlots), parity(count));
+      int ready = 1;
+      while (ready < kAddedSlots && tile + ready < arguments.query_tiles &&
+             barrier_test(barriers.added(group, (count + ready) % kAddedSlots), parity(count + ready))) {
+        ++ready;
       }
-      barrier_arrive(barriers.turn(group));
-      barrier_wait(barriers.added(group), count & 1);
-      if (unit.tile + 1 < unit.tiles) store_release(added + 2 * tile, unit.tile + 1);
+      tile += ready;
+      if (unit.tile + 1 < unit.tiles) {
+        fence_gpu();
+        store_relaxed(arguments.progress + static_cast<int64_t>(index) * 2 + group, tile);
+      }
+      for (; ready > 0; --ready, ++count) barrier_arrive(barriers.published(group, count % kAddedSlots));
     }
   }
 }
@@ -212,52 +251,19 @@ __device__ __forceinline__ void load_pair(uint32_t address, float& first, float&
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address));
 }
 
-// Adds a half tile's part of dQ: stores it, adds it, or completes and writes the gradient.
+// Adds a half tile's part of dQ to those of the blocks before, or stores it as the first.
 template <typename C>
 __device__ __forceinline__ void add_query_grad(const BackwardArguments& arguments, const KeyUnit& unit,
-                                               float (&part)[kTileRows / 2], int tile, int group, int thread) {
-  using Element = typename C::Element;
+                                               const float (&part)[kTileRows / 2], int tile, int group, int thread) {
   const int64_t half = (static_cast<int64_t>(unit.head) * arguments.query_tiles + tile) * 2 + group;
   float* partial = arguments.partial_query + half * (kTileRows * kPanel) + thread * 4;
-  if (unit.tile + 1 < unit.tiles) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
     if (unit.tile == 0) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        __stcg(reinterpret_cast<float4*>(partial + i * 512),
-               make_float4(part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]));
-      }
+      __stcg(reinterpret_cast<float4*>(partial + i * 512),
+             make_float4(part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]));
     } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        add_to_global(partial + i * 512, part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]);
-      }
-    }
-    return;
-  }
-  if (unit.tile > 0) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 before = __ldcg(reinterpret_cast<const float4*>(partial + i * 512));
-      part[4 * i] += before.x;
-      part[4 * i + 1] += before.y;
-      part[4 * i + 2] += before.z;
-      part[4 * i + 3] += before.w;
-    }
-  }
-  const int lane = thread % 32;
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const int position = thread / 32 * 16 + lane / 4 + 8 * row;
-    const int token = tile * arguments.tokens + position / arguments.ratio;
-    const int head = unit.key_head * arguments.ratio + position % arguments.ratio;
-    if (position >= arguments.tokens * arguments.ratio || token >= arguments.length) continue;
-    Element* target = static_cast<Element*>(arguments.grad_query) + unit.row * arguments.grad_query_strides[0] +
-                      head * arguments.grad_query_strides[1] + token * arguments.grad_query_strides[2] +
-                      group * kPanel + (lane % 4) * 2;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      *reinterpret_cast<uint32_t*>(target + 8 * i) = pack_pair<Element>(part[4 * i + 2 * row] * arguments.scale,
-                                                                        part[4 * i + 2 * row + 1] * arguments.scale);
+      add_to_global(partial + i * 512, part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]);
     }
   }
 }
@@ -333,26 +339,34 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
 #pragma unroll
     for (int i = 0; i < C::kHeadSize / 2; ++i) key_grad[i] = value_grad[i] = 0.0f;
 
-    // dQ of the tile before: its product runs beside those of this tile.
-    auto add_previous = [&](int tile) {
-      barrier_wait(barriers.turn(group), sums & 1);
+    const auto begin_query_grad = [&](uint32_t at) {
+      barrier_wait(barriers.score_full(at % 2), (at / 2) & 1);
+      pin(grads);
+      product_begin();
+      sum_over_keys<C>(grads, score_grads + (at % 2) * C::kScoreGradBytes, key_panel);
+      product_commit();
+    };
+    const auto add_query_grad_of = [&](int tile) {
+      while (load_shared_acquire(barriers.allowed(group)) <= static_cast<int32_t>(sums)) {
+      }
       add_query_grad<C>(arguments, unit, grads, tile, group, thread);
+      const int slot = sums % kAddedSlots;
+      barrier_wait(barriers.published(group, slot), ((sums / kAddedSlots) & 1) ^ 1);
       __syncwarp();
-      release(barriers.added(group), lane);
+      release(barriers.added(group, slot), lane);
       ++sums;
     };
-
     barrier_wait(barriers.keys_full(), units & 1);
     ++units;
 #pragma unroll 1
     for (int tile = 0; tile < arguments.query_tiles; ++tile, ++count) {
       const uint32_t stage = count % kBackwardStages;
-      const uint32_t parity = (count / kBackwardStages) & 1;
       const uint32_t buffer = count % 2;
       const uint32_t rows = shared + C::kQueryOffset + stage * C::kRowTileBytes;
       const uint32_t row_grads = shared + C::kGradOffset + stage * C::kRowTileBytes;
       const uint32_t stats = shared + C::kStatOffset + stage * kRowStatBytes + (lane % 4) * 8;
 
+      const uint32_t parity = (count / kBackwardStages) & 1;
       barrier_wait(barriers.query_full(stage), parity);
       pin(scores);
       product_begin();
@@ -417,38 +431,26 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       sum_over_rows<C>(value_grad, weights, row_grads);
       sum_over_rows<C>(key_grad, packed_grads, rows);
       product_commit();
-      if (tile > 0) {
-        const uint32_t before = buffer ^ 1;
-        barrier_wait(barriers.score_full(before), ((count - 1) / 2) & 1);
-        pin(grads);
-        product_begin();
-        sum_over_keys<C>(grads, score_grads + before * C::kScoreGradBytes, key_panel);
-        product_commit();
-        product_wait<0>();
-        pin(grads);
-        release(barriers.score_empty(before), lane);
-      } else {
-        product_wait<0>();
-      }
+      // dQ of the tile before, for which the other warpgroup has had time.
+      if (tile > 0) begin_query_grad(count - 1);
+      product_wait<0>();
+      pin(grads);
       pin(value_grad);
       pin(key_grad);
       pin(weights);
       pin(packed_grads);
       release(barriers.rows_empty(stage), lane);
-      if (tile > 0) add_previous(tile - 1);
+      if (tile > 0) {
+        release(barriers.score_empty(buffer ^ 1), lane);
+        add_query_grad_of(tile - 1);
+      }
     }
-
-    const uint32_t last = (count - 1) % 2;
-    barrier_wait(barriers.score_full(last), ((count - 1) / 2) & 1);
-    pin(grads);
-    product_begin();
-    sum_over_keys<C>(grads, score_grads + last * C::kScoreGradBytes, key_panel);
-    product_commit();
+    begin_query_grad(count - 1);
     product_wait<0>();
     pin(grads);
-    release(barriers.score_empty(last), lane);
+    release(barriers.score_empty((count - 1) % 2), lane);
     release(barriers.keys_empty(), lane);
-    add_previous(arguments.query_tiles - 1);
+    add_query_grad_of(arguments.query_tiles - 1);
     write_key_grad<C>(arguments, unit, key_grad, 0, group, thread, arguments.scale);
     write_key_grad<C>(arguments, unit, value_grad, 1, group, thread, 1.0f);
   }
@@ -471,8 +473,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < 2; ++i) {
       barrier_init(barriers.score_full(i), 4 * kConsumers);
       barrier_init(barriers.score_empty(i), 4 * kConsumers);
-      barrier_init(barriers.turn(i), 1);
-      barrier_init(barriers.added(i), 4);
+      store_shared_release(barriers.allowed(i), 0);
+      for (int slot = 0; slot < kAddedSlots; ++slot) {
+        barrier_init(barriers.added(i, slot), 4);
+        barrier_init(barriers.published(i, slot), 1);
+      }
     }
     barrier_init_fence();
   }
@@ -490,12 +495,63 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if (warp == 0) {
       feed_backward<C>(arguments, shared, barriers, lane);
-    } else if (warp <= kConsumers && lane == 0) {
-      keep_order<C>(arguments, barriers, warp - 1);
+    } else if (warp == 1 && lane == 0) {
+      follow_predecessor<C>(arguments, barriers);
+    } else if (warp >= 2 && lane == 0) {
+      publish_progress<C>(arguments, barriers, warp - 2);
     }
   } else {
     raise_registers<kComputeRegisters>();
     compute_backward<C>(arguments, shared, barriers, group - 1, static_cast<int>(threadIdx.x) % 128);
+  }
+}
+
+// ---- dQ from the order of the registers ------------------------------------------------------------------------
+
+struct QueryGradArguments {
+  const float* partial_query;
+  void* grad_query;
+  int64_t strides[3];
+  float scale;
+  int32_t length, key_heads, ratio, tokens, query_tiles;
+};
+
+// A block a query tile. The sums pass through shared memory: read in the order of the registers, written by rows.
+template <typename Element, int kHeadSize>
+__global__ void __launch_bounds__(256) query_grad_kernel(const QueryGradArguments arguments) {
+  static_assert(kHeadSize == 2 * kPanel);
+  constexpr int kPitch = kHeadSize + 4;
+  __shared__ float rows[kTileRows * kPitch];
+  const int64_t tile = blockIdx.x;
+  const int group = static_cast<int>(threadIdx.x) / 128;
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+  const float* partial = arguments.partial_query + (tile * 2 + group) * (kTileRows * kPanel) + thread * 4;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 part = __ldcs(reinterpret_cast<const float4*>(partial + i * 512));
+    float* at = rows + (thread / 32 * 16 + thread % 32 / 4) * kPitch + group * kPanel + 8 * i + thread % 4 * 2;
+    *reinterpret_cast<float2*>(at) = make_float2(part.x, part.y);
+    *reinterpret_cast<float2*>(at + 8 * kPitch) = make_float2(part.z, part.w);
+  }
+  __syncthreads();
+  const int head = static_cast<int>(tile / arguments.query_tiles);
+  const int first_token = static_cast<int>(tile % arguments.query_tiles) * arguments.tokens;
+  const int64_t row = head / arguments.key_heads;
+  const int key_head = head % arguments.key_heads;
+  const int column = static_cast<int>(threadIdx.x) % 16 * 8;
+  for (int position = static_cast<int>(threadIdx.x) / 16; position < kTileRows; position += 16) {
+    const int token = first_token + position / arguments.ratio;
+    const int query_head = key_head * arguments.ratio + position % arguments.ratio;
+    if (position >= arguments.tokens * arguments.ratio || token >= arguments.length) continue;
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* value = rows + position * kPitch + column + 2 * i;
+      packed[i] = pack_pair<Element>(value[0] * arguments.scale, value[1] * arguments.scale);
+    }
+    Element* target = static_cast<Element*>(arguments.grad_query) + row * arguments.strides[0] +
+                      query_head * arguments.strides[1] + token * arguments.strides[2] + column;
+    *reinterpret_cast<uint4*>(target) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
   }
 }
 

@@ -172,12 +172,13 @@ def backward(
             grad.zero_()
     row_stats = scratch(num_rows, key_heads, tiles, 2, _TILE_ROWS)
     partial_query = scratch(num_rows, key_heads, tiles, _TILE_ROWS, head_size)
-    added = torch.zeros((num_rows, key_heads, tiles, 2), dtype=torch.int32, device=query.device)
+    key_tiles = _native.kernels().cuda_sibling_attention_key_tiles(length, prefix_length)
+    progress = torch.zeros((num_rows, key_heads, key_tiles, 2), dtype=torch.int32, device=query.device)
     with torch.cuda.device(query.device):
         _native.kernels().cuda_sibling_attention_backward(
             *_call(query, key, value, prefix_key, prefix_value, out, lse, prefix_lengths, scale),
             [_headed(tensor) for tensor in (grad_out, *grads)],
-            [tensor.data_ptr() for tensor in (*prefix_grads, row_stats, partial_query, added)],
+            [tensor.data_ptr() for tensor in (*prefix_grads, row_stats, partial_query, progress)],
             torch.cuda.current_stream().cuda_stream,
         )
     summed = [
