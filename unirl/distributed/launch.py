@@ -47,6 +47,9 @@ def slabs(
         if config.max_worker_restarts:
             for member in rollouts:
                 member.revive = partial(_revive, rollout=rollout)
+        if config.reward_stack.schedule is not None and config.layout == "separate":
+            for member in rollouts:
+                member.spare = partial(rollout.spare, member)
         yield TrainSlab(trainers, supervisor), rollout, supervisor
 
 

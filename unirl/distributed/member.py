@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class Member:
 
     submit: Callable[[Member, str, tuple[Any, ...], int], Any]
     """Set by the supervisor that watches the worker."""
+    spare: Callable[[Sequence[str]], bool] | None = None
+    """Asked when the worker is gone for good, with the methods it was asked for: whether the run goes on without it."""
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ class TrainSlab:
 class RolloutSlab:
     """Generation, evaluation and pushes. `dispatcher` serves the async runtime and the sync trainers alike.
 
-    Under a schedule a worker that dies leaves `actors`, and its work goes to the others.
+    Under a schedule a worker that dies while it generates leaves `actors`, and its work goes to the others.
     """
 
     def __init__(self, actors: Sequence[Any], config: RunConfig, supervisor: Supervisor) -> None:
@@ -178,6 +178,13 @@ class RolloutSlab:
         push, digest = self._newest
         if tuple(live := ask("load", push)) != tuple(digest):
             raise RuntimeError(f"a restarted worker holds weights of digest {live}; sent digest {digest}")
+
+    def spare(self, actor: Any, asked: Sequence[str]) -> bool:
+        """Takes a dead worker out, if others are left and none of what it was asked for is the work of it alone."""
+        if actor not in self.actors or len(self.actors) == 1 or set(asked) - {"generate"}:
+            return False
+        self.actors.remove(actor)
+        return True
 
     def sleep(self) -> None:
         self._ray.get([a.sleep.remote() for a in self.actors])

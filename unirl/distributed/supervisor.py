@@ -44,6 +44,7 @@ class Supervisor:
         self.members: list[Member] = []
         self.timeout_s, self.restarts_left, self.notice = timeout_s, max_restarts, notice
         self.num_restarts = 0
+        self.num_spared = 0
         self.failure: WorkerFailure | ClusterLost | None = None
         self._calls: dict[Any, Call] = {}
         self._made_again: dict[Any, tuple[Call, int]] = {}
@@ -216,7 +217,8 @@ class Supervisor:
             self._fail(ClusterLost(f"the Ray cluster is gone: {lost} ended unexpectedly"))
         death = self._death(member, error)
         if member.revive is None or not self.restarts_left:
-            self._fail(death)
+            self._go_on_without(member, death)
+            return
         while True:
             self.restarts_left -= 1
             self.num_restarts += 1
@@ -230,8 +232,18 @@ class Supervisor:
             except RayActorError as again:
                 death = self._death(member, again)
                 if not self.restarts_left:
-                    self._fail(death)
+                    self._go_on_without(member, death)
+                    return
         self._make_calls_again(member)
+
+    def _go_on_without(self, member: Member, death: WorkerDied) -> None:
+        """Raises, unless the others can do the worker's work: who waits for its calls then gets Ray's own error."""
+        asked = [call.method for call in self._calls.values() if call.member is member]
+        if member.spare is None or not member.spare(asked):
+            self._fail(death)
+        self.num_spared += 1
+        self.notice(f"{death}\nthe others go on without it")
+        self.kill(member)
 
     def _make_calls_again(self, member: Member) -> None:
         for ref, call in [(ref, call) for ref, call in self._calls.items() if call.member is member]:

@@ -109,6 +109,8 @@ class Session:
         self._begin = now
         if self._supervisor.num_restarts:
             self._metrics["workers/restarts"] = self._supervisor.num_restarts
+        if self._supervisor.num_spared:
+            self._metrics["workers/left_out"] = self._supervisor.num_spared
         if self._num_failed_writes:
             self._metrics["checkpoint/failed_writes"] = self._num_failed_writes
         metrics, self._metrics = self._metrics, {}
