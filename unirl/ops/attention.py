@@ -8,13 +8,14 @@ group and to all keys of its own sequence. Query head ``h`` uses key head ``h //
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unirl.ops import _arguments as arguments
+from unirl.ops import _attention_backends as backends
 
 
 class AttentionArguments(NamedTuple):
@@ -66,8 +67,16 @@ def sibling_prefix_attention(
     """
     checked = _check(query, key, value, prefix_key, prefix_value, prefix_lengths, scale)
     checked = checked._replace(need_lse=return_lse)
-    out, lse = _BACKENDS[_pick_backend(checked, backend)](checked)
-    return (out, lse) if return_lse else out
+    inputs, options = checked[:5], (checked.prefix_lengths, checked.scale)
+    if backend is None:
+        name = backends.route(inputs, *options)
+    else:
+        name = backends.check_requested(backend, inputs, *options)
+    if name == backends.REFERENCE:
+        out, lse = sibling_prefix_attention_reference(checked)
+    else:
+        out, lse = torch.ops.unirl.sibling_prefix_attention(*inputs, *options, name)
+    return (out, lse.detach()) if return_lse else out
 
 
 def _check(
@@ -118,7 +127,7 @@ def _check(
         else:
             lengths = torch.tensor([int(count) for count in prefix_lengths], dtype=torch.int64)
         arguments.check_shape("prefix_lengths", lengths, (groups,), "[G]")
-        if lengths.device.type == "cpu" and groups:
+        if groups and arguments.is_readable(lengths):
             low, high = int(lengths.min()), int(lengths.max())
             if low < 0 or high > prefix_length:
                 raise ValueError(
@@ -132,16 +141,11 @@ def _check(
 
 
 def available_attention_backends(device: torch.device | str) -> tuple[str, ...]:
-    """Names that ``backend=`` accepts on ``device`` now, the preferred one first."""
-    return ("reference",)
+    """Names that ``backend=`` may have on ``device``, the preferred one first.
 
-
-def _pick_backend(checked: AttentionArguments, requested: str | None) -> str:
-    available = available_attention_backends(checked.query.device)
-    if requested is None:
-        return available[0]
-    arguments.check_choice("backend", requested, tuple(_BACKENDS))
-    return requested
+    A kernel that is missing, or does not take a call's dtype, head size or lengths, says why when asked for.
+    """
+    return backends.names(torch.device(device).type)
 
 
 def sibling_prefix_attention_reference(checked: AttentionArguments) -> tuple[Tensor, Tensor]:
@@ -215,8 +219,3 @@ def _with_prefix(prefix: Tensor, own: Tensor) -> Tensor:
         shared = prefix.unsqueeze(1).expand(-1, siblings, -1, -1, -1).reshape(num_rows, *prefix.shape[1:])
         own = torch.cat([shared, own], dim=2)
     return own.reshape(num_rows * heads, prefix.shape[2] + length, head_size)
-
-
-_BACKENDS: dict[str, Callable[[AttentionArguments], tuple[Tensor, Tensor]]] = {
-    "reference": sibling_prefix_attention_reference,
-}

@@ -3,6 +3,6 @@
 
 from __future__ import annotations
 
-from unirl.ops.library import digest, flow, guidance, noise, packing
+from unirl.ops.library import attention, digest, flow, guidance, noise, packing
 
-__all__ = ["digest", "flow", "guidance", "noise", "packing"]
+__all__ = ["attention", "digest", "flow", "guidance", "noise", "packing"]

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel runs the attention: one table, asked by device, dtype, head size, L and P.
+
+Never by the number of siblings or groups: a row's bits would depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from torch import Tensor
+
+from unirl.ops import _backends, _native
+
+REFERENCE = "reference"
+
+# Kernels of a device type, the preferred one first. Each module has forward and backward of one signature. The
+# composite is for who asks: its sums follow the folded query axis.
+_ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("native", REFERENCE),
+    "cuda": ("hopper", "triton", REFERENCE),
+}
+_ON_REQUEST = ("composite",)
+_MODULES = {
+    "native": "unirl.ops._native_attention",
+    "hopper": "unirl.ops._hopper_attention",
+    "triton": "unirl.ops.triton.sibling_prefix_attention",
+    "composite": "unirl.ops._composite_attention",
+}
+
+
+def module(name: str) -> ModuleType:
+    """Return the module of a kernel; imported on first use, as some need Triton."""
+    return importlib.import_module(_MODULES[name])
+
+
+def names(device_type: str) -> tuple[str, ...]:
+    """Names that ``backend=`` may have on a device type, the preferred one first."""
+    order = _ORDER.get(device_type, (REFERENCE,))
+    return (*order, *_ON_REQUEST) if device_type in _ORDER else order
+
+
+def why_not(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    prefix_lengths: Tensor | None,
+    scale: float,
+) -> str | None:
+    """Return why the kernel ``name`` cannot run the call, or ``None`` when it can."""
+    if name == REFERENCE:
+        return None
+    if name == "native":
+        return _native.why_missing("cpu") or module(name).why_unsupported(query, prefix_key)
+    if name == "composite":
+        return module(name).why_unsupported(query, prefix_lengths)
+    if name == "triton":
+        return _backends.why_unavailable("triton", query.device.type) or module(name).supports(query)
+    hopper = module(name)
+    return hopper.why_missing(query.device.index or 0) or hopper.why_unsupported(
+        query, key, value, prefix_key, prefix_value, scale
+    )
+
+
+def route(inputs: tuple[Tensor, ...], prefix_lengths: Tensor | None, scale: float) -> str:
+    """Return the preferred kernel that takes a call; ``inputs`` are query, key, value, prefix key and value."""
+    for name in _ORDER.get(inputs[0].device.type, (REFERENCE,)):
+        if why_not(name, *inputs, prefix_lengths, scale) is None:
+            return name
+    return REFERENCE
+
+
+def backward_of(name: str, query: Tensor) -> str:
+    """Return the kernel that differentiates what the kernel ``name`` computed."""
+    if name == "hopper" and query.shape[3] not in module(name).BACKWARD_HEAD_SIZES:
+        return REFERENCE if _backends.why_unavailable("triton", query.device.type) else "triton"
+    return name
+
+
+def check_requested(
+    name: str, inputs: tuple[Tensor, ...], prefix_lengths: Tensor | None, scale: float
+) -> str:
+    """Return ``name``, or raise ``ValueError`` that says what is wrong with asking for it."""
+    device_type = inputs[0].device.type
+    allowed = names(device_type)
+    if name not in allowed:
+        choices = ", ".join(repr(choice) for choice in (None, *allowed))
+        raise ValueError(f"backend is {name!r}; allowed for attention on {device_type}: {choices}")
+    if reason := why_not(name, *inputs, prefix_lengths, scale):
+        raise ValueError(f"backend {name!r} cannot run this call on {device_type}: {reason}")
+    return name
