@@ -17,7 +17,7 @@ from unirl.trainer.evaluation import evaluate
 from unirl.trainer.preflight import preflight
 from unirl.trainer.session import Session, open_session
 from unirl.trainer.summary import train_warnings
-from unirl.trainer.timelines import padding_metrics, schedule_metrics, write_timelines
+from unirl.trainer.timelines import schedule_metrics, write_timelines
 
 
 class DiffusionTrainer:
@@ -60,7 +60,7 @@ class DiffusionTrainer:
     def _train_on(self, groups: Sequence[Group], rollout_id: int) -> None:
         session = self.session
         rows, reward_metrics = build_batch(groups, self.config, rollout_id)
-        session.note(reward_metrics | batch_seconds(groups) | canvas_metrics(rows) | padding_metrics(rows))
+        session.note(reward_metrics | batch_seconds(groups) | canvas_metrics(rows))
         session.note(schedule_metrics(groups))
         write_timelines(session.run_dir.timelines, rollout_id, groups)
         plan = plan_updates(

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from unirl.distributed.slabs import Group
 from unirl.schedule.timeline import CallTimeline, chrome_trace
-from unirl.schedule.units import padding_factor
-from unirl.types import Part
 
 
 def schedule_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -30,22 +28,6 @@ def schedule_metrics(groups: Sequence[Group]) -> dict[str, float]:
     total = sum(share for _, share in known)
     metrics["perf/tail_ratio"] = sum(timeline.tail_ratio * share for timeline, share in known) / total
     return metrics
-
-
-def padding_metrics(rows: Part) -> dict[str, float]:
-    """Stored over real pixels, when rows of several canvases are padded to one bound."""
-    canvases = rows.canvases()
-    if rows.params is None or len(set(canvases)) < 2:
-        return {}
-    bound = rows.params.canvas
-    pixels = [canvas.height * canvas.width for canvas in canvases]
-    return {"rows/padding_factor": padding_factor(pixels, bound.height * bound.width)}
-
-
-def train_tail(busy_s: Sequence[float]) -> dict[str, float]:
-    """Seconds of the slowest training rank over the mean of all, what they wait for each other left out."""
-    mean = sum(busy_s) / len(busy_s)
-    return {"perf/train_tail_ratio": max(busy_s) / mean} if mean > 0 else {}
 
 
 def write_timelines(folder: Path, rollout_id: int, groups: Sequence[Group]) -> Path | None:
