@@ -160,10 +160,11 @@ class RolloutSlab:
 
     def load(self, push: Any) -> None:
         """Sends a push (a reference to a `WeightPush`) to every rank and compares digests of what is live there."""
+        loading = [a.load.remote(push) for a in self.actors]  # they start as soon as the push is built
         sent: WeightPush = self._ray.get(push)
         if self._config.max_worker_restarts:
             self._newest = push, sent.digest
-        digests = self._ray.get([a.load.remote(push) for a in self.actors])
+        digests = self._ray.get(loading)
         wrong = [rank for rank, digest in enumerate(digests) if tuple(digest) != tuple(sent.digest)]
         if wrong:
             raise RuntimeError(
