@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from unirl.distributed.coordinator import OpenRollouts, RemoteUnits, Share, start_coordinator
+from unirl.distributed.coordinator import OpenRollouts, Share, start_coordinator
 from unirl.distributed.scheduled import DoneShare, ScheduledDispatcher
 from unirl.models.bagel import BagelStage
 from unirl.reward.stack import RewardStack, ScoredRows
@@ -244,11 +244,10 @@ def test_the_actor_serves_hundreds_of_pulls_a_second(ray_cluster: None) -> None:
     @ray.remote(num_cpus=0)
     class Caller:
         def run(self, rank: int) -> int:
-            units = RemoteUnits(actor, 0)
-            count, assignment = 0, units.pull(rank)
+            count, assignment = 0, ray.get(actor.start.remote(0, rank))
             while assignment is not None:
                 count += 1
-                _, assignment = units.done_and_pull(rank, assignment.lease, 0.001)
+                _, assignment = ray.get(actor.done_and_pull.remote(0, rank, assignment.lease, 0.001))
             return count
 
     callers = [Caller.remote() for _ in range(16)]

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from unirl.protocols import UnitSource
 from unirl.schedule.coordinator import Assignment, Coordinator
 from unirl.schedule.cost import RankCorrection
 from unirl.schedule.plan import RolloutPlan
+
+if TYPE_CHECKING:  # whoever pulls through this imports no tensor library
+    from unirl.protocols import UnitSource
 
 
 class OpenRollouts:
