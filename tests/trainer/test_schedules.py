@@ -93,7 +93,7 @@ def test_a_run_says_how_its_ranks_were_used(unscheduled: Path) -> None:
             (line["perf/idle_s/rank_0"] + line["perf/idle_s/rank_1"]) / 2
         )
         assert line["schedule/calls"] == 8 and line["schedule/stolen_units"] == 0
-        assert 1.0 <= line["rows/padding_factor"] < 144 / 64
+        assert line["perf/train_tail_ratio"] == 1.0  # one training rank
     traces = sorted((unscheduled / "timeline").iterdir())
     assert [path.name for path in traces] == ["rollout_000000.json", "rollout_000001.json"]
     ((_, timeline),) = read_trace(json.loads(traces[1].read_text()))
@@ -116,3 +116,30 @@ def test_a_cost_that_cannot_weigh_the_data_is_refused_before_anything_starts(
         with pytest.raises(ValueError, match=message):
             DiffusionTrainer(recipe(random_base, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        ({"reward_stack__schedule": "steal"}, "workers/left_out"),
+        ({"reward_stack__schedule": "owner"}, "workers/left_out"),
+        ({"reward_stack__schedule": "steal", "max_worker_restarts": 1}, "workers/restarts"),
+    ],
+    ids=["steal", "owner", "steal, started again"],
+)
+def test_a_run_whose_rollout_worker_dies_under_a_schedule_trains_the_same_weights(
+    unscheduled: Path,
+    random_base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    counted: str,
+) -> None:
+    (tmp_path / "once").mkdir()
+    monkeypatch.setenv("UNIRL_FAILPOINT", "rollout-0:generate.micro:2:kill")
+    monkeypatch.setenv("UNIRL_FAILPOINT_ONCE", str(tmp_path / "once"))
+    run = DiffusionTrainer(recipe(random_base, tmp_path / "run", **(MIXED | changes))).run()
+    assert list((tmp_path / "once").iterdir())
+    assert_same_run(run, unscheduled)
+    assert metrics(run)[-1][counted] == 1
