@@ -275,9 +275,17 @@ __device__ __forceinline__ void store_shared_release(uint32_t address, int32_t v
   asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void add_to_global(float* address, float a, float b, float c, float d) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
-               : "memory");
+// Stores four floats, or adds them to what is there, without a branch.
+__device__ __forceinline__ void store_or_add(float* address, bool store, float a, float b, float c, float d) {
+  asm volatile(
+      "{\n"
+      ".reg .pred store;\n"
+      "setp.ne.u32 store, %5, 0;\n"
+      "@store st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "@!store red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(address),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(static_cast<uint32_t>(store))
+      : "memory");
 }
 
 // ---- arithmetic --------------------------------------------------------------------------------------------------

@@ -259,12 +259,7 @@ __device__ __forceinline__ void add_query_grad(const BackwardArguments& argument
   float* partial = arguments.partial_query + half * (kTileRows * kPanel) + thread * 4;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (unit.tile == 0) {
-      __stcg(reinterpret_cast<float4*>(partial + i * 512),
-             make_float4(part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]));
-    } else {
-      add_to_global(partial + i * 512, part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]);
-    }
+    store_or_add(partial + i * 512, unit.tile == 0, part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]);
   }
 }
 
@@ -307,8 +302,6 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
   const int lane = thread % 32;
   const int warp = thread / 32;
   const float scale_log2 = arguments.scale * kLog2E;
-  const uint32_t my_keys = shared + C::kKeyOffset + group * 64 * kRowBytes;
-  const uint32_t my_values = shared + C::kValueOffset + group * 64 * kRowBytes;
   const uint32_t key_panel = shared + C::kKeyOffset + group * C::kTilePanelBytes;
   const uint32_t score_grads = shared + C::kScoreGradOffset;
   const int matrix_row = group * 64 + warp * 16 + lane % 16;
@@ -322,6 +315,7 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
   uint32_t units = 0;
   uint32_t count = 0;  // query tiles seen
   uint32_t sums = 0;   // query tiles added to dQ
+  int32_t allowed = 0; // query tiles to which it may add, as last seen
 
   for (int index = blockIdx.x; index < arguments.num_units; index += gridDim.x) {
     const KeyUnit unit = KeyUnit::at<C>(arguments, index);
@@ -347,8 +341,7 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       product_commit();
     };
     const auto add_query_grad_of = [&](int tile) {
-      while (load_shared_acquire(barriers.allowed(group)) <= static_cast<int32_t>(sums)) {
-      }
+      while (allowed <= static_cast<int32_t>(sums)) allowed = load_shared_acquire(barriers.allowed(group));
       add_query_grad<C>(arguments, unit, grads, tile, group, thread);
       const int slot = sums % kAddedSlots;
       barrier_wait(barriers.published(group, slot), ((sums / kAddedSlots) & 1) ^ 1);
@@ -356,38 +349,40 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       release(barriers.added(group, slot), lane);
       ++sums;
     };
+
     barrier_wait(barriers.keys_full(), units & 1);
     ++units;
 #pragma unroll 1
     for (int tile = 0; tile < arguments.query_tiles; ++tile, ++count) {
       const uint32_t stage = count % kBackwardStages;
       const uint32_t buffer = count % 2;
+      const uint32_t parity = (count / kBackwardStages) & 1;
       const uint32_t rows = shared + C::kQueryOffset + stage * C::kRowTileBytes;
       const uint32_t row_grads = shared + C::kGradOffset + stage * C::kRowTileBytes;
       const uint32_t stats = shared + C::kStatOffset + stage * kRowStatBytes + (lane % 4) * 8;
+      // Opaque, so that descriptors are made anew instead of holding registers through the loop.
+      uint32_t group_offset = group * 64 * kRowBytes;
+      asm volatile("" : "+r"(group_offset));
 
-      const uint32_t parity = (count / kBackwardStages) & 1;
       barrier_wait(barriers.query_full(stage), parity);
       pin(scores);
       product_begin();
-      transposed_scores<C>(scores, my_keys, rows);
+      transposed_scores<C>(scores, shared + C::kKeyOffset + group_offset, rows);
       product_commit();
+      float row_stats[kTileRows / 4];
+#pragma unroll
+      for (int i = 0; i < kTileRows / 8; ++i) load_pair(stats + 32 * i, row_stats[2 * i], row_stats[2 * i + 1]);
       barrier_wait(barriers.grad_full(stage), parity);
       pin(grads);
       product_begin();
-      transposed_scores<C>(grads, my_values, row_grads);
+      transposed_scores<C>(grads, shared + C::kValueOffset + group_offset, row_grads);
       product_commit();
 
       product_wait<1>();
       pin(scores);
 #pragma unroll
-      for (int i = 0; i < kTileRows / 8; ++i) {
-        float lse[2];
-        load_pair(stats + 32 * i, lse[0], lse[1]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          scores[4 * i + j] = exp2_approximate(fmaf(scores[4 * i + j], scale_log2, -lse[j % 2]));
-        }
+      for (int i = 0; i < kTileRows / 2; ++i) {
+        scores[i] = exp2_approximate(fmaf(scores[i], scale_log2, -row_stats[i / 4 * 2 + i % 2]));
       }
       if (!all_exist) {
 #pragma unroll
@@ -397,16 +392,14 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       }
 #pragma unroll
       for (int i = 0; i < kTileRows / 4; ++i) weights[i] = pack_pair<Element>(scores[2 * i], scores[2 * i + 1]);
-
+#pragma unroll
+      for (int i = 0; i < kTileRows / 8; ++i) {
+        load_pair(stats + kTileRows * 4 + 32 * i, row_stats[2 * i], row_stats[2 * i + 1]);
+      }
       product_wait<0>();
       pin(grads);
 #pragma unroll
-      for (int i = 0; i < kTileRows / 8; ++i) {
-        float delta[2];
-        load_pair(stats + kTileRows * 4 + 32 * i, delta[0], delta[1]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) scores[4 * i + j] *= grads[4 * i + j] - delta[j % 2];
-      }
+      for (int i = 0; i < kTileRows / 2; ++i) scores[i] *= grads[i] - row_stats[i / 4 * 2 + i % 2];
 #pragma unroll
       for (int i = 0; i < kTileRows / 4; ++i) packed_grads[i] = pack_pair<Element>(scores[2 * i], scores[2 * i + 1]);
 
