@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kVector = 16;
 constexpr int64_t kRows = 8;
+constexpr int64_t kKeyBlock = 64;
 typedef float Vector __attribute__((vector_size(64)));
 typedef int32_t Bits __attribute__((vector_size(64)));
 typedef float Unaligned __attribute__((vector_size(64), aligned(4)));
@@ -126,17 +127,22 @@ UNIRL_INLINE void times_columns(const float* left, int64_t left_width, const flo
   }
 }
 
-// result[r][D] = weights[r][:] . rows[:][D].
+// result[r][D] = weights[r][:] . rows[:][D], in blocks of keys, which keeps the rounding error of long sums small.
 template <int R>
 UNIRL_INLINE void times_rows(const float* weights, int64_t key_width, const float* rows, int64_t keys,
                              int64_t head_width, float* result) {
   for (int64_t i = 0; i < head_width; i += kVector) {
-    Vector sums[R] = {};
-    for (int64_t key = 0; key < keys; ++key) {
-      const Vector row = load(rows + key * head_width + i);
-      for (int r = 0; r < R; ++r) sums[r] = sums[r] + splat(weights[r * key_width + key]) * row;
+    Vector totals[R] = {};
+    for (int64_t block = 0; block < keys; block += kKeyBlock) {
+      Vector sums[R] = {};
+      const int64_t end = std::min(keys, block + kKeyBlock);
+      for (int64_t key = block; key < end; ++key) {
+        const Vector row = load(rows + key * head_width + i);
+        for (int r = 0; r < R; ++r) sums[r] = sums[r] + splat(weights[r * key_width + key]) * row;
+      }
+      for (int r = 0; r < R; ++r) totals[r] = totals[r] + sums[r];
     }
-    for (int r = 0; r < R; ++r) store(result + r * head_width + i, sums[r]);
+    for (int r = 0; r < R; ++r) store(result + r * head_width + i, totals[r]);
   }
 }
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from unirl.ops import _backends, _native
 
 REFERENCE = "reference"
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Query, key, value, prefix key and prefix value."""
 
 # Kernels of a device type, the preferred one first. Each module has forward and backward of one signature. The
 # composite is for who asks: its sums follow the folded query axis.
@@ -41,17 +43,9 @@ def names(device_type: str) -> tuple[str, ...]:
     return (*order, *_ON_REQUEST) if device_type in _ORDER else order
 
 
-def why_not(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prefix_key: Tensor,
-    prefix_value: Tensor,
-    prefix_lengths: Tensor | None,
-    scale: float,
-) -> str | None:
+def why_not(name: str, inputs: Inputs, prefix_lengths: Tensor | None, scale: float) -> str | None:
     """Return why the kernel ``name`` cannot run the call, or ``None`` when it can."""
+    query, prefix_key = inputs[0], inputs[3]
     if name == REFERENCE:
         return None
     if name == "native":
@@ -61,15 +55,13 @@ def why_not(
     if name == "triton":
         return _backends.why_unavailable("triton", query.device.type) or module(name).supports(query)
     hopper = module(name)
-    return hopper.why_missing(query.device.index or 0) or hopper.why_unsupported(
-        query, key, value, prefix_key, prefix_value, scale
-    )
+    return hopper.why_missing(query.device.index or 0) or hopper.why_unsupported(*inputs, scale)
 
 
-def route(inputs: tuple[Tensor, ...], prefix_lengths: Tensor | None, scale: float) -> str:
+def route(inputs: Inputs, prefix_lengths: Tensor | None, scale: float) -> str:
     """Return the preferred kernel that takes a call; ``inputs`` are query, key, value, prefix key and value."""
     for name in _ORDER.get(inputs[0].device.type, (REFERENCE,)):
-        if why_not(name, *inputs, prefix_lengths, scale) is None:
+        if why_not(name, inputs, prefix_lengths, scale) is None:
             return name
     return REFERENCE
 
@@ -81,15 +73,13 @@ def backward_of(name: str, query: Tensor) -> str:
     return name
 
 
-def check_requested(
-    name: str, inputs: tuple[Tensor, ...], prefix_lengths: Tensor | None, scale: float
-) -> str:
+def check_requested(name: str, inputs: Inputs, prefix_lengths: Tensor | None, scale: float) -> str:
     """Return ``name``, or raise ``ValueError`` that says what is wrong with asking for it."""
     device_type = inputs[0].device.type
     allowed = names(device_type)
     if name not in allowed:
         choices = ", ".join(repr(choice) for choice in (None, *allowed))
         raise ValueError(f"backend is {name!r}; allowed for attention on {device_type}: {choices}")
-    if reason := why_not(name, *inputs, prefix_lengths, scale):
+    if reason := why_not(name, inputs, prefix_lengths, scale):
         raise ValueError(f"backend {name!r} cannot run this call on {device_type}: {reason}")
     return name
