@@ -89,7 +89,12 @@ def main() -> None:
             "COMPUTE": tl.float32,
         }
         for text_channel in (False, True):
-            tile = {"TEXT_CHANNEL": text_channel, "SCALED": True, "TOKENS": guidance.TILE // 64, "CHANNELS": 64}
+            tile = {
+                "TEXT_CHANNEL": text_channel,
+                "SCALED": True,
+                "TOKENS": guidance.TILE // 64,
+                "CHANNELS": 64,
+            }
             check(guidance._token_kernel, {**options, **tile}, fused=True)
         check(guidance._row_sums_kernel, {**options, "TILE": guidance.TILE}, fused=True)
         sums = {"TILE": guidance.TILE, "SUM_BLOCK": guidance.SUM_BLOCK}
