@@ -15,12 +15,12 @@ SegmentPayload = dict[str, tuple[str, np.ndarray]]
 
 
 def pack_segment(segment: LatentSegment) -> SegmentPayload:
-    """Every column as (dtype name, array); bfloat16, which numpy lacks, travels as its bits."""
+    """Every tensor as (dtype name, array); bfloat16, which numpy lacks, travels as its bits."""
     packed = {}
-    for f in dataclasses.fields(segment):
-        column: torch.Tensor = getattr(segment, f.name).detach().cpu().contiguous()
+    for name, tensor in segment.tensors().items():
+        column = tensor.detach().cpu().contiguous()
         bits = column.view(torch.int16) if column.dtype == torch.bfloat16 else column
-        packed[f.name] = (str(column.dtype).removeprefix("torch."), bits.numpy())
+        packed[name] = (str(column.dtype).removeprefix("torch."), bits.numpy())
     return packed
 
 
@@ -32,4 +32,4 @@ def unpack_segment(payload: SegmentPayload) -> LatentSegment:
             warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only memory
             tensor = torch.from_numpy(array)
         columns[name] = tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
-    return LatentSegment(**columns)
+    return LatentSegment.from_tensors(columns)

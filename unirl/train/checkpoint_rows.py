@@ -14,10 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from unirl.types import Canvas, LatentSegment, LayoutRecord, NoiseRecipe, Part, Sample, SamplingParams
+from unirl.types import (
+    Canvas,
+    LatentSegment,
+    LayoutRecord,
+    NoiseRecipe,
+    Part,
+    RaggedLatents,
+    Sample,
+    SamplingParams,
+)
 
 _CLASSES: dict[str, type] = {
-    c.__name__: c for c in (Part, LatentSegment, LayoutRecord, Sample, SamplingParams, NoiseRecipe)
+    c.__name__: c for c in (Part, LatentSegment, RaggedLatents, LayoutRecord, Sample, SamplingParams, NoiseRecipe)
 }
 _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

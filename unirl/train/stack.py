@@ -28,7 +28,10 @@ from unirl.train.pushed import PushedWeights
 from unirl.train.rng import load_rng, rng_tensors
 from unirl.train.trainable import is_adapter, is_bitwise, swapped, trained_parameters
 from unirl.train.weights import build_push
-from unirl.types import Part
+from unirl.types import LatentSegment, Part
+
+
+CANVAS_PREFIX = "canvas/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +109,15 @@ class TrainStack:
         self._check(part, plan)
         checks = ReplayChecks(self.guard, require_fingerprint=self.config.parity.require_fingerprint)
         metrics = Aggregate()
+        if len(part):
+            segment: LatentSegment = part.segment
+            metrics.total(
+                {
+                    "storage/tokens": segment.stored_tokens(),
+                    "storage/real_tokens": int(segment.token_counts.sum()),
+                    "storage/bytes": segment.nbytes(),
+                }
+            )
         begin = time.perf_counter()
         with torch.no_grad():
             part = self._anchor(part, plan, checks)
@@ -179,7 +191,7 @@ class TrainStack:
         total = (loss * weights.to(device=loss.device, dtype=loss.dtype)).sum() / weight_sum
         total.backward()
         self.optimizer.take_gradients()
-        _note(found, len(micro), number, metrics)
+        _note(found, micro, number, metrics)
 
     def _observe_first_update(
         self, micro: Part, new: Replay, generated_at_step: int, checks: ReplayChecks
@@ -377,6 +389,12 @@ def merge_results(results: Sequence[TrainResult]) -> dict[str, float]:
     update's own mean (`clip/update_0`); a skipped step counts in `train/skipped_steps` and not in `gn`.
     """
     merged = Aggregate().merge([r.metrics for r in results]).result()
+    by_canvas = [name for name in merged if name.startswith(CANVAS_PREFIX)]
+    if len({name.split("/")[1] for name in by_canvas}) < 2:  # what is true of all is said already
+        for name in by_canvas:
+            del merged[name]
+    if merged.get("storage/tokens"):
+        merged["storage/padding_share"] = 1.0 - merged["storage/real_tokens"] / merged["storage/tokens"]
     for phase in ("anchor_s", "update_s"):
         merged[f"perf/train_{phase}"] = max(r.seconds[phase] for r in results)
     merged["policy_step"] = float(results[0].policy_step)
@@ -390,13 +408,17 @@ def _tolerance(config: RunConfig, model: torch.nn.Module) -> float:
     return 0.0 if is_bitwise(config, model) else default_tolerance(config.model.dtype)
 
 
-def _note(found: Mapping[str, torch.Tensor], num_rows: int, number: int, metrics: Aggregate) -> None:
+def _note(found: Mapping[str, torch.Tensor], micro: Part, number: int, metrics: Aggregate) -> None:
     """The algorithm's row values, read back from the device at once."""
     reduced = torch.stack([v.max() if name.endswith("_max") else v.mean() for name, v in found.items()])
     values = dict(zip(found, reduced.tolist(), strict=True))
+    num_rows = len(micro)
     metrics.mean({n: v for n, v in values.items() if not n.endswith("_max")}, num_rows, update=number)
     metrics.maximum({n: v for n, v in values.items() if n.endswith("_max")})
     metrics.total({"rows/trained": num_rows})
+    height, width = micro.canvases()[0]  # a micro holds one
+    metrics.mean({f"{CANVAS_PREFIX}{height}x{width}/clip": values["clip"]}, num_rows)
+    metrics.maximum({f"{CANVAS_PREFIX}{height}x{width}/abs_dlogp_max": values["abs_dlogp_max"]})
 
 
 def _spread(rows: Sequence[int], kinds: Sequence[Hashable], count: int) -> list[int]:

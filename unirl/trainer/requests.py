@@ -72,4 +72,5 @@ class Requests:
             cfg_renorm_min=sampling.cfg_renorm_min,
             shift=sampling.shift,
             trajectory_dtype=sampling.trajectory_dtype,
+            storage=sampling.storage,
         )

@@ -5,6 +5,7 @@ from unirl.types.canvas import Canvas, check_canvases
 from unirl.types.columns import ROW, SHARED, Columns
 from unirl.types.latent import UNUSED, LatentSegment, SegmentRef, frames_to_keep
 from unirl.types.layout import LayoutRecord, fingerprints_of, to_host
+from unirl.types.ragged import RaggedLatents
 from unirl.types.sample import Part, Sample
 from unirl.types.sampling import STREAM_EVAL, STREAM_TRAIN, NoiseRecipe, SamplingParams, group_of
 
@@ -20,6 +21,7 @@ __all__ = [
     "LayoutRecord",
     "NoiseRecipe",
     "Part",
+    "RaggedLatents",
     "Sample",
     "SamplingParams",
     "SegmentRef",

@@ -31,7 +31,13 @@ from unirl.types import (
 )
 
 PARAMS = SamplingParams(
-    height=12, width=12, num_inference_steps=5, eta=0.8, rule="flow", noise=NoiseRecipe(seed=11)
+    height=12,
+    width=12,
+    num_inference_steps=5,
+    eta=0.8,
+    rule="flow",
+    noise=NoiseRecipe(seed=11),
+    storage="padded",
 )
 PROMPTS = ("a handwritten three", "seven", "a nine")
 CANVASES = ([8, 8], [12, 12], [8, 8])
@@ -281,6 +287,36 @@ def test_means_and_scales_of_a_replay(stage: BagelStage) -> None:
             )
     with pytest.raises(ValueError, match="replay one canvas at a time"):
         stage.replay(_sample(stage, _rows(), _steps(part, [0])), with_means=True)
+
+
+@pytest.mark.parametrize("storage", ["auto", "ragged"])
+def test_rows_stored_without_padding_replay_to_the_same_bits(stage: BagelStage, storage: str) -> None:
+    """Groups of three canvases, one of them not square, that were generated in the same calls and stored twice."""
+    canvases = ([8, 8], [12, 8], [12, 12])
+    part = _rows(canvases=canvases)
+    packed = _rows(dataclasses.replace(PARAMS, storage=storage), canvases=canvases)
+    steps = _steps(part, [0, 2], [1, 3], [0, 1])
+    padded_out, packed_out = _sample(stage, part, steps), _sample(stage, packed, steps)
+    assert (padded_out.segment.storage, packed_out.segment.storage) == ("padded", "ragged")
+    assert padded_out.segment.stored_tokens() == 9 * 36
+    assert packed_out.segment.stored_tokens() == 3 * (16 + 24 + 36)
+    assert torch.equal(padded_out.segment.log_probs, packed_out.segment.log_probs)
+    assert torch.equal(padded_out.fingerprints, packed_out.fingerprints)
+    for index in (list(range(9)), [8, 0, 4], [5]):
+        replays = [stage.replay(out.select(index)).log_probs for out in (padded_out, packed_out)]
+        assert torch.equal(*replays)
+
+
+def test_rows_without_a_canvas_are_those_of_the_default_canvas_byte_for_byte(stage: BagelStage) -> None:
+    named = _rows(dataclasses.replace(PARAMS, storage="auto"), canvases=([12, 12],) * 3)
+    plain = named.replace(metadata=({},) * 9)
+    one, other = (_sample(stage, part, _steps(part, [0, 2])) for part in (named, plain))
+    assert one.canvases() == other.canvases()
+    for name, tensor in one.segment.tensors().items():
+        assert tensor.numpy().tobytes() == other.segment.tensors()[name].numpy().tobytes(), name
+    assert [m.tobytes() for m in one.media] == [m.tobytes() for m in other.media]
+    assert torch.equal(one.fingerprints, other.fingerprints)
+    assert one.segment.storage == "padded"
 
 
 def test_source_images_are_replayed_with_gradients(stage: BagelStage) -> None:

@@ -141,6 +141,7 @@ class BagelStage:
             log_probs=log_probs.cpu(),
             sigmas=sigmas,
             pad_to=params.canvas.tokens(self.pixel_stride),
+            storage=params.storage,
         )
         return part.replace(
             segment=segment,
