@@ -41,7 +41,9 @@ def _replay(log_probs: torch.Tensor, **means: torch.Tensor) -> Replay:
 def test_clipping_by_hand():
     old = torch.zeros(4, 1)
     new = torch.log(torch.tensor([[1.2], [0.8], [1.2], [0.8]]))
-    loss, metrics = FlowGRPO(AlgorithmConfig(clip_range=0.1)).loss(_replay(new), _rows(old, [1.0, -1.0, -1.0, 1.0]))
+    loss, metrics = FlowGRPO(AlgorithmConfig(clip_range=0.1)).loss(
+        _replay(new), _rows(old, [1.0, -1.0, -1.0, 1.0])
+    )
     # max(-A r, -A clip(r, .9, 1.1)): clipped where the move went with the advantage, else as it is.
     torch.testing.assert_close(loss, torch.tensor([-1.1, 0.9, 1.2, -0.8]))
     assert metrics["clip"].tolist() == [1.0] * 4
@@ -50,7 +52,9 @@ def test_clipping_by_hand():
 
 def test_mean_over_steps():
     new = torch.log(torch.tensor([[1.0, 1.05]]))
-    loss, metrics = FlowGRPO(AlgorithmConfig(clip_range=0.01)).loss(_replay(new), _rows(torch.zeros(1, 2), [2.0]))
+    loss, metrics = FlowGRPO(AlgorithmConfig(clip_range=0.01)).loss(
+        _replay(new), _rows(torch.zeros(1, 2), [2.0])
+    )
     torch.testing.assert_close(loss, torch.tensor([-(2.0 + 2.0 * 1.01) / 2]))
     assert metrics["clip"].tolist() == [0.5]
 
