@@ -93,10 +93,13 @@ def read_recipe(arguments: Sequence[str]) -> Any | None:
     options = parser.parse_intermixed_args(list(arguments))
     # Any key of the schema may be set, whether or not the recipe mentions it; the parser knows which ones exist.
     overrides = ["++" + o if "=" in o and o[0].isalpha() else o for o in options.overrides]
-    if options.config_dir:
-        overrides.append(f"hydra.searchpath=[file://{Path(options.config_dir).resolve()}]")
     OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(recipes_folder())):
+    folders = [recipes_folder()]
+    if options.config_dir:
+        folders.insert(0, Path(options.config_dir).resolve())
+    folders.sort(key=lambda folder: not (folder / f"{options.config_name}.yaml").is_file())
+    overrides.append(f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]")
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
         recipe = hydra.compose(options.config_name, overrides)
     if options.cfg:
         print(OmegaConf.to_yaml(recipe, resolve=options.resolve), end="")

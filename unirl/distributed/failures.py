@@ -10,6 +10,11 @@ from pathlib import Path
 from ray.exceptions import RayActorError
 
 LOG_LINES = 15
+LINE_WIDTH = 200
+TAIL_BYTES = 1 << 16
+STARTED = "process started"
+POINT_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ([\w.]+)$")
+"""How a worker's log shows that it reached a point."""
 _FATAL = re.compile(r"Fatal Python error: (.*)")
 _RAY_DETAIL = re.compile(
     r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes include|\n|$)", re.S
@@ -49,8 +54,13 @@ class WriteFailed(RuntimeError):  # noqa: N818
 
 
 def died(worker: str, phase: str, where: str, log: Path, error: RayActorError) -> WorkerDied:
-    """The message for a worker that is gone: name, place, phase, exit cause, and the end of its log."""
+    """The message for a worker that is gone: name, place, phase, exit cause, and the end of its log.
+
+    Where its log shows a later point than was known here, that is the phase.
+    """
     lines = last_lines(log)
+    if point := last_point(lines):
+        phase = f"{phase} (at {point})"
     return WorkerDied(
         worker,
         phase,
@@ -66,8 +76,7 @@ def exit_cause(error: RayActorError, log: Sequence[str]) -> str:
     text = str(error)
     found = _RAY_DETAIL.search(text)
     if found is None:
-        first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-        return first
+        return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     kind, detail = found.group(1), " ".join(found.group(2).split())
     if "connection error code 2" in detail:
         return (
@@ -77,21 +86,29 @@ def exit_cause(error: RayActorError, log: Sequence[str]) -> str:
     return f"{kind}: {detail}"
 
 
-def last_lines(log: Path, count: int = LOG_LINES) -> list[str]:
-    """The last lines of a log; empty when there is none here (a node with a disk of its own)."""
+def last_lines(log: Path) -> list[str]:
+    """A log from where its process last started, at most its last 64 KiB; empty when there is none here (another node's)."""
     try:
         with log.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - 200 * count))
-            text = file.read().decode(errors="replace")
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return text.splitlines()[-count:]
+    starts = [i for i, line in enumerate(lines) if line.endswith(STARTED)]
+    return lines[starts[-1] :] if starts else lines
+
+
+def last_point(log: Sequence[str]) -> str | None:
+    """The last point that a log shows as reached."""
+    return next((found.group(1) for line in reversed(log) if (found := POINT_LINE.match(line))), None)
 
 
 def quoted_log(log: Path, lines: Sequence[str] | None = None) -> str:
-    """The end of a log, to be put under a message."""
+    """The end of a log, or what a crash wrote there, to be put under a message."""
     lines = last_lines(log) if lines is None else lines
     if not lines:
         return f"its log {log} is empty, or on another node"
-    return f"the end of its log {log}:\n" + "\n".join(f"  | {line}" for line in lines)
+    crash = next((i for i, line in enumerate(lines) if _FATAL.search(line)), None)
+    shown = lines[-LOG_LINES:] if crash is None else lines[crash : crash + LOG_LINES]
+    return f"the end of its log {log}:\n" + "\n".join(f"  | {line[:LINE_WIDTH]}" for line in shown)

@@ -94,15 +94,19 @@ class Member:
         self._asked = 0.0
         self._age_s = 0.0
 
+    @property
+    def started(self) -> bool:
+        """Whether its process has answered once."""
+        return self._where_ref is None
+
     def feel_pulse(self, clock: float, *, every_s: float) -> tuple[float, bool]:
         """(seconds since the worker was last known to move, whether it answers). Asks it again when it is time to."""
         if self._asked == 0.0:
             self._asked = clock
         if self._where_ref is not None:
-            if not _ready(self._where_ref):
+            if not self.locate():
                 return clock - self._asked, False
-            self._settle_down(*ray.get(self._where_ref))
-            self._where_ref, self._asked = None, clock
+            self._asked = clock
         elif self._pulse is None:
             if clock - self._asked >= every_s:
                 self._pulse, self._asked = self.actor.pulse.remote(), clock
@@ -112,6 +116,17 @@ class Member:
         else:
             return clock - self._asked + self._age_s, False
         return self._age_s + (clock - self._asked if self._age_s else 0.0), True
+
+    def locate(self) -> bool:
+        """Whether it is known where the worker runs. Raises `RayActorError` when it died before it could say."""
+        if self._where_ref is not None and _ready(self._where_ref):
+            host, pid = ray.get(self._where_ref)
+            self._where_ref = None
+            self.where = f"process {pid} on {host}"
+            if host == socket.gethostname():
+                with contextlib.suppress(ProcessLookupError):
+                    self._process = os.pidfd_open(pid)
+        return self._where_ref is None
 
     def end(self) -> None:
         """Ends the actor and sees to it that its process goes, even one that is stopped."""
@@ -126,12 +141,6 @@ class Member:
             pass
         finally:
             os.close(process)
-
-    def _settle_down(self, host: str, pid: int) -> None:
-        self.where = f"process {pid} on {host}"
-        if host == socket.gethostname():
-            with contextlib.suppress(ProcessLookupError):
-                self._process = os.pidfd_open(pid)
 
 
 def _ready(ref: Any) -> bool:

@@ -8,13 +8,15 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from unirl.distributed import failpoints
-from unirl.progress import last_point
+from unirl.distributed.failures import STARTED
+from unirl.progress import last_point, listen
 
 GROUPS = {"lifeline": 1, "pulse": 1, "save": 1}
 """Ray's concurrency groups: calls that are answered while the worker works, each in a thread of its own."""
@@ -24,7 +26,7 @@ class WatchedProcess:
     """A base for actors that a `Supervisor` watches. Make the actor class of it by `as_actor`."""
 
     def begin(self, who: str, log: str) -> None:
-        """Sends this process's output, native code's included, to the file `log`; a crash leaves its Python stacks there."""
+        """Sends this process's output, native code's included, to the file `log`; a crash leaves its Python stack there."""
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sys.stdout.flush()
@@ -35,7 +37,9 @@ class WatchedProcess:
         # Ray gave Python streams of its own; from here on they are the process's.
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        faulthandler.enable(file=2, all_threads=True)
+        faulthandler.enable(file=2, all_threads=False)
+        _log(STARTED)
+        listen(_log)
         failpoints.arm(who)
 
     def where(self) -> tuple[str, int]:
@@ -51,6 +55,10 @@ class WatchedProcess:
     def pulse(self) -> tuple[str, float]:
         """(the last point that the process reached, seconds since)."""
         return last_point()
+
+
+def _log(point: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {point}")
 
 
 def as_actor(cls: type) -> Any:

@@ -8,6 +8,7 @@ While it waits it watches all workers, not only the ones waited for. `Member` st
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,16 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from unirl.distributed.cluster import lost_processes
-from unirl.distributed.failures import ClusterLost, WorkerDied, WorkerFailure, WorkerHung, died, quoted_log
+from unirl.distributed.failures import (
+    ClusterLost,
+    WorkerDied,
+    WorkerFailure,
+    WorkerHung,
+    died,
+    last_lines,
+    last_point,
+    quoted_log,
+)
 from unirl.distributed.member import Call, Member
 
 TICK_S = 0.5
@@ -25,6 +35,8 @@ LOOK_S = 0.2
 """The shortest time between two looks, for callers that poll."""
 GRACE_S = 2.0
 """How long a failed rank's peers are given to show that one of them died, which is then the cause."""
+START_TIMEOUT_S = 600.0
+"""What a process may take to start, with libraries read from a slow disk, however small `timeout_s` is."""
 PULSE_S = 2.0
 """Seconds between two heartbeats that are asked for."""
 
@@ -186,21 +198,23 @@ class Supervisor:
             calls = self._open_calls(member)
             if calls and self.timeout_s:
                 still_s = min(age_s, clock - calls[0].began)  # before it was asked it had no reason to move
-                if still_s > self.timeout_s:
+                if still_s > (self.timeout_s if member.started else max(self.timeout_s, START_TIMEOUT_S)):
                     still.append((still_s, member, "" if answered else " and does not answer"))
         if still:
             age_s, member, silent = max(still, key=lambda found: found[0])
-            asked = " and ".join(c.method for c in self._open_calls(member))
-            others = ", ".join(f"{m.name} at {m.point}" for m in self.members if m is not member)
-            self._fail(
-                WorkerHung(
-                    member.name,
-                    member.point,
-                    f"{member.name} ({member.where}) has not moved for {age_s:.0f} s{silent} (worker_timeout_s: "
-                    f"{self.timeout_s:g}): asked for {asked}, it is at {member.point}; the others: {others or 'none'}\n"
-                    f"{quoted_log(member.log)}",
-                )
-            )
+            self._fail(self._hung(member, age_s, silent))
+
+    def _hung(self, member: Member, age_s: float, silent: str) -> WorkerHung:
+        lines = last_lines(member.log)
+        at = {m: last_point(last_lines(m.log)) or m.point for m in self.members}
+        asked = " and ".join(dict.fromkeys(call.method for call in self._open_calls(member)))
+        others = ", ".join(f"{m.name} at {at[m]}" for m in self.members if m is not member)
+        return WorkerHung(
+            member.name,
+            at[member],
+            f"{member.name} ({member.where}) has not moved for {age_s:.0f} s{silent} (worker_timeout_s: {self.timeout_s:g}): "
+            f"asked for {asked}, it is at {at[member]}; the others: {others or 'none'}\n{quoted_log(member.log, lines)}",
+        )
 
     def _see_death(self, ref: Any, error: RayActorError) -> None:
         call = self._calls.get(ref)
@@ -271,8 +285,9 @@ class Supervisor:
         asked = " and ".join(
             dict.fromkeys(call.method for call in self._calls.values() if call.member is member)
         )
-        phase = f"{asked or 'no call'} (last seen at {member.point})"
-        return died(member.name, phase, member.where, member.log, error)
+        with contextlib.suppress(RayActorError):
+            member.locate()
+        return died(member.name, asked or "no call", member.where, member.log, error)
 
     # ---- failing
 
@@ -293,8 +308,7 @@ class Supervisor:
 
     def _refuse_if_failed(self) -> None:
         if self.failure is not None:
-            first = str(self.failure).splitlines()[0]
-            raise RuntimeError(f"nothing is waited for any more, after: {first}")
+            raise RuntimeError(f"nothing is waited for after {type(self.failure).__name__}")
 
 
 def _ended_well(ref: Any) -> bool:
