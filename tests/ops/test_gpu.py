@@ -225,3 +225,32 @@ def test_more_than_two_to_the_31_elements_are_addressed() -> None:
     assert int(padded.view(-1)[-1]) == 0
     digest = ops.tensor_digest([padded])
     assert torch.equal(digest, ops.tensor_digest([padded.clone()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+@pytest.mark.parametrize("prefix", [0, 64, 333])
+def test_composite_attention_is_as_exact_as_torchs_own(
+    dtype: torch.dtype, head_size: int, prefix: int
+) -> None:
+    torch.manual_seed(0)
+    groups, siblings, length = 2, 3, 258
+    shapes = [(6, 8, length), (6, 2, length), (6, 2, length), (groups, 2, prefix), (groups, 2, prefix)]
+    leaves = [torch.randn(*shape, head_size, device="cuda", dtype=dtype).requires_grad_() for shape in shapes]
+    upstream = torch.randn(*shapes[0], head_size, device="cuda", dtype=dtype)
+    options = {"allow_unused": True, "materialize_grads": True}
+    out, lse = ops.sibling_prefix_attention(*leaves, return_lse=True, backend="composite")
+    ours = [out.detach(), *torch.autograd.grad(out, leaves, upstream, **options)]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact_out, exact_lse = ops.sibling_prefix_attention(*wide, return_lse=True, backend="reference")
+    exact = [exact_out.detach(), *torch.autograd.grad(exact_out, wide, upstream.double(), **options)]
+    joined = [
+        torch.cat([part.repeat_interleave(siblings, 0), own], dim=2)
+        for part, own in ((leaves[3], leaves[1]), (leaves[4], leaves[2]))
+    ]
+    peer_out = torch.nn.functional.scaled_dot_product_attention(leaves[0], *joined, enable_gqa=True)
+    peer = [peer_out.detach(), *torch.autograd.grad(peer_out, leaves, upstream, **options)]
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
+    for mine, theirs, truth in zip(ours, peer, exact, strict=True):
+        error, peer_error = ((tensor.double() - truth).norm() for tensor in (mine, theirs))
+        assert float(error) <= 2 * float(peer_error)

@@ -15,8 +15,8 @@ from unirl.ops.guidance import RENORMS
 from unirl.ops.noise import keyed_normal_reference
 from unirl.ops.triton import flow, guidance, noise
 
-SHAPE = (3, 50, 41)  # more than one chunk, and no multiple of anything
-LENGTHS = torch.tensor([50, 3, 0])
+SHAPE = (3, 26, 41)  # more than one chunk, and no multiple of anything
+LENGTHS = torch.tensor([26, 3, 0])
 
 
 def noise_has_the_bits_of_the_cpu() -> None:
