@@ -176,11 +176,6 @@ def _restarts(config: RunConfig) -> None:
             f"{asked}, but with transport_kind: colocate_store a rollout worker holds trajectories that die with it; set "
             "transport_kind: object_store, or max_worker_restarts: 0"
         )
-    if config.reward_stack.schedule is not None:
-        raise ValueError(
-            f"{asked}, but under reward_stack.schedule: {config.reward_stack.schedule} a dead worker's units go to the others; "
-            "set max_worker_restarts: 0, or leave the schedule out"
-        )
 
 
 def _code(config: RunConfig) -> None:
