@@ -2,12 +2,13 @@
 """For tests of crashes: makes a process fail at a named point. Does nothing unless `UNIRL_FAILPOINT` is set.
 
 The variable holds `who:point:count:what`, several separated by commas. `who` is `driver`, `train-0`, `rollout-1` or, colocated,
-`worker-0`; `point` a name given to `unirl.progress.reached`; `count` says at which visit of this process (1 is the first);
-`what` is one of
+`worker-0`; `point` a name given to `unirl.progress.reached`; `count` says at which visit of this process (1 is the first). With
+`after_s` for a point, `count` is a time instead: seconds after the process reached its first point. `what` is one of
 
 - `kill`, `crash`, `stop`: this process gets SIGKILL, SIGSEGV, SIGSTOP
 - `kill-driver`, `interrupt-driver`, `terminate-driver`: the driver, on the same host, gets SIGKILL, SIGINT, SIGTERM
 - `raise`: a `RuntimeError` here
+- `fill`, `clear`: from here on no file of this process grows beyond 1 KiB, as on a full disk; that is over
 
 Each fires once a process, or, with `UNIRL_FAILPOINT_ONCE` naming a folder, once for all processes.
 """
@@ -15,7 +16,9 @@ Each fires once a process, or, with `UNIRL_FAILPOINT_ONCE` naming a folder, once
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -46,7 +49,9 @@ def arm(who: str) -> None:
     for spec in os.environ[VARIABLE].split(","):
         name, point, count, what = spec.split(":")
         if name == who:
-            listen(_failure(point, int(count), what, spec))
+            listen(
+                _after(float(count), what, spec) if point == "after_s" else _at(point, int(count), what, spec)
+            )
 
 
 def environment() -> dict[str, str]:
@@ -54,21 +59,42 @@ def environment() -> dict[str, str]:
     return {k: os.environ[k] for k in (VARIABLE, ONCE_VARIABLE, DRIVER_VARIABLE) if k in os.environ}
 
 
-def _failure(point: str, count: int, what: str, spec: str) -> Callable[[str], None]:
+def _at(point: str, count: int, what: str, spec: str) -> Callable[[str], None]:
     visits: Counter[str] = Counter()
 
-    def fail(at: str) -> None:
+    def listener(at: str) -> None:
         visits[at] += 1
-        if at != point or visits[at] != count or not _first_time(spec):
-            return
-        if what == "raise":
-            raise RuntimeError(f"failpoint {spec}")
-        target = int(os.environ[DRIVER_VARIABLE]) if what.endswith("-driver") else os.getpid()
-        os.kill(target, _SIGNALS[what])
-        if what == "kill-driver" and target != os.getpid():
-            time.sleep(60)  # nothing more happens here before the driver's end reaches this process
+        if at == point and visits[at] == count:
+            _fail(what, spec)
 
-    return fail
+    return listener
+
+
+def _after(seconds: float, what: str, spec: str) -> Callable[[str], None]:
+    timers: list[threading.Timer] = []
+
+    def listener(at: str) -> None:
+        if not timers:
+            timers.append(threading.Timer(seconds, _fail, (what, spec)))
+            timers[0].daemon = True
+            timers[0].start()
+
+    return listener
+
+
+def _fail(what: str, spec: str) -> None:
+    if not _first_time(spec):
+        return
+    if what == "raise":
+        raise RuntimeError(f"failpoint {spec}")
+    if what in ("fill", "clear"):
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024 if what == "fill" else hard, hard))
+        return
+    target = int(os.environ[DRIVER_VARIABLE]) if what.endswith("-driver") else os.getpid()
+    os.kill(target, _SIGNALS[what])
+    if what != "interrupt-driver" and what != "terminate-driver":
+        time.sleep(60)  # nothing more happens here before the end
 
 
 def _first_time(spec: str) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -58,7 +59,8 @@ class WatchedProcess:
 
 
 def _log(point: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {point}")
+    with contextlib.suppress(OSError):  # a full disk is no reason to stop working
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {point}")
 
 
 def as_actor(cls: type) -> Any:
