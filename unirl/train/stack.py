@@ -30,7 +30,6 @@ from unirl.train.trainable import is_adapter, is_bitwise, swapped, trained_param
 from unirl.train.weights import build_push
 from unirl.types import LatentSegment, Part
 
-
 CANVAS_PREFIX = "canvas/"
 
 
@@ -43,7 +42,8 @@ class TrainResult:
         steps: what the optimizer did in each update, the same on all ranks.
         policy_step: optimizer steps taken since the run began.
         warnings: for the user, to be shown once each.
-        seconds: `anchor_s`: replays without gradients before the first update; `update_s`: the updates.
+        seconds: `anchor_s`: replays without gradients before the first update; `update_s`: the updates; `exchange_s`: in these,
+            summing gradients over ranks, the wait for the slowest rank included.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -86,6 +86,7 @@ class TrainStack:
         if self.algorithm.needs_means and not is_adapter(model):
             self._reference = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._live_while_averaged: dict[str, torch.Tensor] | None = None
+        self._exchange_s = 0.0
 
     @property
     def policy_step(self) -> int:
@@ -118,6 +119,7 @@ class TrainStack:
                     "storage/bytes": segment.nbytes(),
                 }
             )
+        self._exchange_s = 0.0
         begin = time.perf_counter()
         with torch.no_grad():
             part = self._anchor(part, plan, checks)
@@ -139,7 +141,11 @@ class TrainStack:
                     "train/steps": sum(not s.skipped for s in steps),
                 }
             )
-        seconds = {"anchor_s": anchored - begin, "update_s": time.perf_counter() - anchored}
+        seconds = {
+            "anchor_s": anchored - begin,
+            "update_s": time.perf_counter() - anchored,
+            "exchange_s": self._exchange_s,
+        }
         return TrainResult(metrics.state(), tuple(steps), self.policy_step, tuple(checks.warnings), seconds)
 
     def _update(
@@ -162,8 +168,13 @@ class TrainStack:
         for flag, value in enumerate(checks.flags()):
             self.optimizer.flags[flag] = value
         reached("train.exchange")
+        if self.optimizer.exchange.is_cuda:  # so that the clock below sees the exchange alone
+            torch.cuda.synchronize(self.optimizer.exchange.device)
+        begin = time.perf_counter()
         self.collective.sum_(self.optimizer.exchange)
-        checks.raise_if_any(*(int(flag) for flag in self.optimizer.flags.tolist()))
+        flags = self.optimizer.flags.tolist()
+        self._exchange_s += time.perf_counter() - begin
+        checks.raise_if_any(*(int(flag) for flag in flags))
         step = self.optimizer.step()
         if not step.skipped:
             metrics.mean({"gn": step.grad_norm, "lr": step.lr}, 1.0, update=number)
@@ -397,6 +408,9 @@ def merge_results(results: Sequence[TrainResult]) -> dict[str, float]:
         merged["storage/padding_share"] = 1.0 - merged["storage/real_tokens"] / merged["storage/tokens"]
     for phase in ("anchor_s", "update_s"):
         merged[f"perf/train_{phase}"] = max(r.seconds[phase] for r in results)
+    busy_s = [r.seconds["anchor_s"] + r.seconds["update_s"] - r.seconds["exchange_s"] for r in results]
+    merged["perf/train_busy_s"] = max(busy_s)
+    merged["perf/train_tail_ratio"] = max(busy_s) * len(busy_s) / max(sum(busy_s), 1e-12)
     merged["policy_step"] = float(results[0].policy_step)
     return merged
 
