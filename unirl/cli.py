@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`unirl`: doctor, report, sample, export, simulate, fit-cost. Heavy imports happen inside the command that needs them."""
+"""`unirl`: doctor, report, sample, export, parity, simulate, fit-cost. Heavy imports happen inside the command that needs them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from unirl.cli_parity import add_command as add_parity_command
 from unirl.cli_schedule import add_commands as add_schedule_commands
 
 EXIT_FAILED = 1
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(command=_export)
 
+    add_parity_command(commands)
     add_schedule_commands(commands)
     return parser
 

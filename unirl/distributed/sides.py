@@ -19,6 +19,7 @@ from unirl.train.checkpoint import load_checkpoint, save_checkpoint
 from unirl.train.checkpoint_rows import columns_from_tensors, columns_to_tensors
 from unirl.train.plan import RankPlan
 from unirl.train.stack import TrainResult, TrainStack
+from unirl.train.stored_rollout import save_rollout
 from unirl.train.weights import apply_push
 from unirl.types import LatentSegment, Part, Sample
 
@@ -35,6 +36,10 @@ class TrainSide:
         if len(rows):
             rows = rows.replace(segment=rows.segment.resolve(stored))
         return self.stack.train(rows, plan)
+
+    def store_rollout(self, root: str, number: int, rows: Part) -> None:
+        """Writes rows that are about to be trained, with the weights that generated them, for `unirl parity`."""
+        save_rollout(root, number, rows, self.stack)
 
     def prepare_save(
         self, root: str, number: int, trainer: Any, buffered: Sequence[Sample], *, copied: bool

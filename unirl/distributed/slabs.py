@@ -70,6 +70,13 @@ class TrainSlab:
             refs.append(actor.train.remote(named, local_plan, list(range(len(objects))), *objects))
         return self._ray.get(refs)
 
+    def store_rollout(self, root: Path, number: int, rows: Part) -> None:
+        """Rank 0 writes all rows, before they are trained on, and the weights that generated them."""
+        objects = rows.segment.objects()
+        named = rows.replace(segment=_renamed(rows.segment, objects), media=None)
+        places = list(range(len(objects)))
+        self._ray.get(self.actors[0].store_rollout.remote(str(root), number, named, places, *objects))
+
     def build_push(self, push_version: int, *, average: bool = False) -> Any:
         """A reference to the weights of rank 0 as they go over the wire."""
         return self.actors[0].build_push.remote(push_version, average)

@@ -73,6 +73,13 @@ class Worker(WatchedProcess):
         stored = {key: unpack_segment(p) for key, p in zip(objects, payloads, strict=True)}
         return self._train.train(rows, plan, stored)
 
+    def store_rollout(
+        self, root: str, number: int, rows: Part, objects: list[Any], *payloads: SegmentPayload
+    ) -> None:
+        """Stores a whole rollout; `payloads` are the contents of `objects`, in order."""
+        stored = {key: unpack_segment(p) for key, p in zip(objects, payloads, strict=True)}
+        self._train.store_rollout(root, number, rows.replace(segment=rows.segment.resolve(stored)))
+
     def build_push(self, push_version: int, average: bool) -> WeightPush:
         reached("build_push")
         return self._train.stack.build_push(push_version, average=average)

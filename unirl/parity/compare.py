@@ -86,7 +86,7 @@ def compare(
         f"{len(different)} of {len(ids)} rows were laid out differently by the rollout worker and by the "
         "trainer, so their "
         "log-probs cannot be compared:\n"
-        + _table(("row", "field", "worker", "trainer"), lines)
+        + table(("row", "field", "worker", "trainer"), lines)
         + (f"\n... and {rest} more rows" if rest > 0 else ""),
         [ids[row] for row in different],
     )
@@ -145,7 +145,7 @@ def _hexadecimal(words: Sequence[int]) -> str:
     return "".join(f"{word & 0xFFFFFFFFFFFFFFFF:016x}" for word in words)
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
     return "\n".join(
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()

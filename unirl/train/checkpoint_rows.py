@@ -26,7 +26,8 @@ from unirl.types import (
 )
 
 _CLASSES: dict[str, type] = {
-    c.__name__: c for c in (Part, LatentSegment, RaggedLatents, LayoutRecord, Sample, SamplingParams, NoiseRecipe)
+    c.__name__: c
+    for c in (Part, LatentSegment, RaggedLatents, LayoutRecord, Sample, SamplingParams, NoiseRecipe)
 }
 _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

@@ -72,6 +72,9 @@ class DiffusionTrainer:
             self.config.stack.micro_batch_size,
             weights=rows.live_weights().tolist(),
         )
+        if self.config.parity.store_interval and rollout_id % self.config.parity.store_interval == 0:
+            with session.timed("store"), session.writing(f"rollout {rollout_id}"):
+                session.train.store_rollout(session.run_dir.parity, rollout_id, rows)
         with session.timed("train"):
             results = session.train.train(rows, plan)
         session.note(merge_results(results))

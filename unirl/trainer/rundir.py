@@ -52,6 +52,7 @@ class RunDir:
         self.timelines = self.path / "timeline"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
+        self.parity = self.path / "parity"
         self.logs = self.path / "logs"
 
     def check_new(self) -> None:
