@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a shared prefix against its peers: forward, forward and backward, peak memory, error.
 
-    python benchmarks/bench_sibling_prefix_attention.py [--quick] [--no-write]
+    python benchmarks/bench_sibling_prefix_attention.py [--quick] [--no-flex] [--no-write]
 
 FLOP are counted as 4 N Hq L (P + L) D forward and 2.5 times that backward, whoever computes them. "joined" peers get keys
 and values that are already concatenated, "+ cat" peers build them in the timed call, as a model without this operator does.
@@ -75,7 +75,7 @@ def sdpa(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tens
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
-def forward_providers(problem: Problem) -> dict[str, Call]:
+def forward_providers(problem: Problem, with_flex: bool) -> dict[str, Call]:
     query, separate, joined = problem.query, problem.separate, problem.joined
     cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
     providers: dict[str, Call] = {
@@ -101,7 +101,7 @@ def forward_providers(problem: Problem) -> dict[str, Call]:
         providers["FlashAttention-3 + cat"] = lambda: flash_attn_func(
             tokens[0], *(tensor.transpose(1, 2) for tensor in join(*separate))
         )
-    if flex := flex_provider(problem):
+    if with_flex and (flex := flex_provider(problem)):
         providers["FlexAttention, joined"] = flex
     return providers
 
@@ -124,12 +124,11 @@ def flex_provider(problem: Problem) -> Call | None:
 
 
 def training_providers(problem: Problem) -> dict[str, Call]:
-    query, separate, leaves = problem.query, problem.leaves[1:], problem.leaves
+    separate, leaves = problem.leaves[1:], problem.leaves
 
     def gradients(attend: Callable[[], Tensor]) -> Call:
         return lambda: torch.autograd.grad(attend(), leaves, problem.grad_out)
 
-    del query
     cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
     providers = {
         "ours": gradients(lambda: sibling_prefix_attention(*leaves)),
@@ -170,6 +169,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument(
+        "--no-flex", action="store_true", help="leave out FlexAttention, which compiles for minutes"
+    )
     parser.add_argument("--no-write", action="store_true", help="do not append to benchmarks/results")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -182,7 +184,7 @@ def main() -> None:
     for shape in SHAPES:
         problem = Problem(*shape)
         for mode, providers, factor in (
-            ("forward", forward_providers(problem), 1.0),
+            ("forward", forward_providers(problem, not arguments.no_flex), 1.0),
             ("forward + backward", training_providers(problem), 3.5),
         ):
             for provider, timing in interleaved(providers, rounds=rounds).items():

@@ -86,8 +86,8 @@ def forward(
     Callers have asked :func:`why_missing` and :func:`why_unsupported`. ``prefix_lengths`` is int64 on the
     device or ``None``. A query that the copy engine cannot read is copied; keys and values never are.
     """
-    query = _readable(query)
     out = _like(query)
+    query = _readable(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, lse

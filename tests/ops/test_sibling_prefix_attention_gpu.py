@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention's GPU kernels against float64, and what they promise about bits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.ops.attention_triton_cases import joint_attention, relative_error
+from unirl.ops import _hopper_attention, sibling_prefix_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+KERNELS = ("hopper", "triton")
+# groups, siblings, query heads, key heads, L, P, head size, ragged, size of the logits
+CASES = [
+    (1, 1, 28, 4, 1026, 64, 128, False, 1),
+    (1, 2, 7, 1, 2306, 7, 128, False, 3),
+    (1, 1, 7, 1, 4098, 64, 128, False, 1),
+    (2, 2, 4, 4, 100, 1, 128, True, 1),
+    (1, 1, 8, 1, 1, 1, 128, False, 1),
+    (2, 1, 14, 2, 129, 300, 128, True, 8),
+    (1, 2, 6, 2, 7, 0, 128, False, 1),
+    (1, 1, 12, 4, 513, 1021, 128, False, 2),
+    (3, 2, 7, 1, 385, 515, 128, True, 3),
+    (1, 3, 20, 4, 321, 177, 128, False, 1),
+    (1, 2, 8, 2, 513, 77, 64, False, 5),
+    (2, 2, 8, 2, 300, 150, 64, True, 1),
+]
+ERROR = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def make(
+    groups: int,
+    siblings: int,
+    query_heads: int,
+    key_heads: int,
+    length: int,
+    prefix: int,
+    head_size: int,
+    dtype: torch.dtype,
+) -> Inputs:
+    def random(rows: int, tokens: int, heads: int) -> Tensor:
+        return torch.randn(rows, tokens, heads, head_size, device="cuda").to(dtype).transpose(1, 2)
+
+    rows = groups * siblings
+    return (
+        random(rows, length, query_heads),
+        random(rows, length, key_heads),
+        random(rows, length, key_heads),
+        random(groups, prefix, key_heads),
+        random(groups, prefix, key_heads),
+    )
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> str:
+    if request.param == "hopper" and (reason := _hopper_attention.why_missing(torch.cuda.current_device())):
+        pytest.skip(reason)
+    return request.param
+
+
+def gradients(
+    inputs: Inputs, grad_out: Tensor, lengths: Tensor | None, kernel: str | None
+) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out, lse = sibling_prefix_attention(*leaves, prefix_lengths=lengths, return_lse=True, backend=kernel)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_equal_float64(case: tuple, kernel: str, dtype: torch.dtype) -> None:
+    groups, siblings, query_heads, key_heads, length, prefix, head_size, ragged, size = case
+    torch.manual_seed(time.time_ns() % 2**31)  # any valid input, not a chosen one
+    inputs = make(groups, siblings, query_heads, key_heads, length, prefix, head_size, dtype)
+    inputs[0].mul_(size)
+    inputs[1].mul_(
+        torch.linspace(0.2, 2, length, device="cuda").to(dtype)[:, None]
+    )  # the softmax's maximum moves
+    counts = [max(prefix - 13 * group - 3, 0) if ragged else prefix for group in range(groups)]
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    wanted, wanted_lse = joint_attention(*exact, counts)
+    grad_out = torch.randn(wanted.transpose(1, 2).shape, device="cuda").to(dtype).transpose(1, 2)
+    grads = torch.autograd.grad(wanted, exact, grad_out.double())
+    if ragged:
+        for group, count in enumerate(counts):
+            inputs[3][group, :, count:] = inputs[4][group, :, count:] = float("nan")
+    lengths = torch.tensor(counts, device="cuda") if ragged else None
+    out, lse, *got = gradients(inputs, grad_out, lengths, kernel)
+    assert relative_error(out, wanted.detach()) < ERROR[dtype]
+    assert float(((lse - wanted_lse.detach()).abs() / (1 + wanted_lse.detach().abs())).max()) < 1e-5
+    for grad, exact_grad in zip(got, grads, strict=True):
+        assert relative_error(grad, exact_grad) < 2 * ERROR[dtype]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_every_run_gives_the_same_bits(kernel: str) -> None:
+    inputs = make(2, 3, 28, 4, 1026, 300, 128, torch.bfloat16)
+    grad_out = torch.randn_like(inputs[0])
+    first = gradients(inputs, grad_out, None, kernel)
+    for _ in range(3):
+        again = gradients(inputs, grad_out, None, kernel)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_a_row_has_the_same_bits_alone_and_among_others(kernel: str) -> None:
+    inputs = make(3, 4, 28, 4, 515, 200, 128, torch.bfloat16)
+    counts = torch.tensor([200, 77, 150], device="cuda")
+    grad_out = torch.randn_like(inputs[0])
+    out, lse, *grads = gradients(inputs, grad_out, counts, kernel)
+    row, group = 6, 1
+    alone = tuple(tensor[row : row + 1] for tensor in inputs[:3])
+    prefix = tuple(tensor[group : group + 1, :, : int(counts[group])] for tensor in inputs[3:])
+    one, one_lse, *one_grads = gradients((*alone, *prefix), grad_out[row : row + 1], None, kernel)
+    assert torch.equal(one[0], out[row]) and torch.equal(one_lse[0], lse[row])
+    for got, wanted in zip(one_grads[:3], grads[:3], strict=True):
+        assert torch.equal(got[0], wanted[row])
+
+
+def test_layouts_that_cannot_be_read_in_place_take_another_kernel() -> None:
+    inputs = list(make(1, 2, 8, 2, 65, 30, 128, torch.bfloat16))
+    wide = torch.randn(2, 2, 65, 2 * 128, device="cuda").bfloat16()
+    inputs[1] = wide[..., ::2]  # the values of a head are not adjacent
+    out = sibling_prefix_attention(*inputs)
+    wanted, _ = joint_attention(*[tensor.double() for tensor in inputs], [30])
+    assert relative_error(out, wanted) < ERROR[torch.bfloat16]
