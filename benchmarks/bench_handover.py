@@ -4,8 +4,8 @@
 Real workers, transports, dispatcher and scheduler; the generation is a sleep of known length that leaves trajectories of a known
 size, and training half as long as that: it always waits for a generation to end. `colocate_store` sends the trajectories by a call
 on the rollout actor, `object_store` publishes them with the generation's own result. Launch-first keeps two generations in flight,
-as a caller that wants overlap has to; reap-first keeps one. With `colocate_store` and launch-first the sending call waits behind the
-generation that was launched before it: that is the effect to see.
+as a caller that wants overlap has to; reap-first keeps one. With `colocate_store` and launch-first the sending call waits behind
+the generation that was launched before it: that is the effect to see.
 """
 
 from __future__ import annotations

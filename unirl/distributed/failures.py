@@ -12,7 +12,8 @@ from ray.exceptions import RayActorError
 LOG_LINES = 15
 LINE_WIDTH = 200
 TAIL_BYTES = 1 << 16
-STARTED = "process started"
+STARTED = re.compile(r"process (\d+) started$")
+"""How a worker's log shows where a process begins, and its number."""
 POINT_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ([\w.]+)$")
 """How a worker's log shows that it reached a point."""
 _FATAL = re.compile(r"Fatal Python error: (.*)")
@@ -95,7 +96,7 @@ def last_lines(log: Path) -> list[str]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    starts = [i for i, line in enumerate(lines) if line.endswith(STARTED)]
+    starts = [i for i, line in enumerate(lines) if STARTED.search(line)]
     return lines[starts[-1] :] if starts else lines
 
 

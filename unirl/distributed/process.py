@@ -16,7 +16,6 @@ from typing import Any
 import ray
 
 from unirl.distributed import failpoints
-from unirl.distributed.failures import STARTED
 from unirl.progress import last_point, listen
 
 GROUPS = {"lifeline": 1, "pulse": 1, "save": 1}
@@ -39,7 +38,7 @@ class WatchedProcess:
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         faulthandler.enable(file=2, all_threads=False)
-        _log(STARTED)
+        _log(f"process {os.getpid()} started")
         listen(_log)
         failpoints.arm(who)
 
