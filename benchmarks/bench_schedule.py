@@ -218,7 +218,6 @@ def overlap(arguments: argparse.Namespace) -> list[Row]:
                 f"{schedule or 'no schedule'}, overlap {value}": (
                     *chosen,
                     *([f"reward_stack.schedule={schedule}"] if schedule else []),
-                    "reward_stack.micro_batch_size=12",
                     f"reward_stack.overlap={value}",
                 )
                 for schedule in ("", "owner", "steal")
@@ -261,9 +260,12 @@ def _runs(
     common = (
         f"num_rollouts={arguments.rollouts}",
         "num_devices=2",
-        "sampling={height: 12, width: 12}",
-        f"data.train={{path: {data}, shuffle: false}}",
-        "data.eval={}",
+        "samples_per_prompt=48",  # a rank's share has to be many calls long, or there is nothing to hand over
+        "reward_stack.micro_batch_size=48",
+        "sampling.height=12",
+        "sampling.width=12",
+        f"data.train={{name: null, path: {data}, shuffle: false}}",
+        "~data.eval",
     )
     for _ in range(arguments.repeats):
         for name, overrides in variants.items():
