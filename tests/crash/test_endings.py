@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +45,7 @@ class Command:
 
     def __init__(self, base: Path, folder: Path) -> None:
         self.folder, self.base = folder, base
-        self.scratch = folder / "t"  # short: a socket's path has 107 characters at most
-        self.scratch.mkdir()
+        self.scratch = Path(tempfile.mkdtemp(prefix="u", dir="/tmp"))  # short, for the paths of sockets
         self.process: Any = None
 
     def start(self, failpoint: str = "", *overrides: str, **changes: Any) -> subprocess.Popen[str]:
@@ -116,6 +117,7 @@ def command(random_base: Path, tmp_path: Path) -> Iterator[Command]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(made.process.pid, signal.SIGKILL)
         made.process.wait()
+    shutil.rmtree(made.scratch, ignore_errors=True)
 
 
 def test_a_dead_training_worker_ends_the_run_with_its_name_and_a_folder_to_resume(command: Command) -> None:
@@ -207,6 +209,14 @@ def test_more_devices_than_there_are_end_with_one_message_at_once(command: Comma
     command.assert_nothing_is_left()
 
 
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_refused_by_name(command: Command) -> None:
+    command.scratch = command.scratch / ("long" * 20)
+    command.start()
+    code, output = command.end()
+    assert code == EXIT_WRONG_INPUT and "RAY_TMPDIR is" in output and "Traceback" not in output
+    command.scratch = command.scratch.parent
+
+
 def test_two_runs_at_once_on_one_host_do_not_meet(
     command: Command, random_base: Path, tmp_path: Path
 ) -> None:
@@ -227,3 +237,4 @@ def test_two_runs_at_once_on_one_host_do_not_meet(
     finally:
         other.process.kill()
         other.process.wait()
+        shutil.rmtree(other.scratch, ignore_errors=True)

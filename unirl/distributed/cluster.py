@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from unirl.distributed.failures import ClusterLost, ClusterRefusal, last_lines
 
 HEAD_PROCESSES = ("gcs_server", "raylet")
 SHUTDOWN_TIMEOUT_S = 30.0
+LONGEST_ROOT = 20
+"""Characters of the folder that session folders are in: a socket's path has 107, and Ray's names below it take the others."""
 _SESSION_PREFIX = "unirl-ray-"
 _own: Any = None
 """The head node of the cluster that this process started, while there is one."""
@@ -57,7 +60,8 @@ def cluster(config: RunConfig) -> Iterator[None]:
     }
     if config.ray_address:
         try:
-            ray.init(address=config.ray_address, **common)
+            with _handlers_kept():
+                ray.init(address=config.ray_address, **common)
         except (ConnectionError, ValueError) as error:
             raise ClusterRefusal(f"ray_address is {config.ray_address!r}: {error}") from error
         try:
@@ -122,13 +126,14 @@ def _refuse_too_many_for_this_host(config: RunConfig) -> None:
 @contextlib.contextmanager
 def _own_cluster(config: RunConfig, folder: str, common: dict[str, Any]) -> Iterator[None]:
     global _own
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, config.num_devices * config.threads_per_worker),
-        include_dashboard=False,
-        _temp_dir=folder,
-        **common,
-    )
+    with _handlers_kept():
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, config.num_devices * config.threads_per_worker),
+            include_dashboard=False,
+            _temp_dir=folder,
+            **common,
+        )
     _own = ray._private.worker._global_node
     try:
         yield
@@ -139,6 +144,18 @@ def _own_cluster(config: RunConfig, folder: str, common: dict[str, Any]) -> Iter
     finally:
         _own = None
         _shut_down()
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Signals do after the block what they did before it: Ray takes SIGTERM for itself, and then aborts on it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _shut_down() -> None:
@@ -154,7 +171,7 @@ def _session_folder() -> Iterator[str]:
 
     Those of processes that were killed are removed on the way: their locks are free.
     """
-    root = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    root = _short_folder()
     for left in root.glob(f"{_SESSION_PREFIX}*"):
         _remove_if_abandoned(left)
     hidden = Path(tempfile.mkdtemp(prefix=f".{_SESSION_PREFIX}", dir=root))
@@ -167,6 +184,18 @@ def _session_folder() -> Iterator[str]:
             yield str(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short_folder() -> Path:
+    """Where session folders go: `RAY_TMPDIR`, else the temporary directory, else /tmp. A socket's path is limited in length."""
+    asked = os.environ.get("RAY_TMPDIR")
+    if asked and len(asked) > LONGEST_ROOT:
+        raise ClusterRefusal(
+            f"RAY_TMPDIR is {asked!r}, {len(asked)} characters; Ray's sockets below it would have too long a path, allowed are "
+            f"{LONGEST_ROOT}: set it to a shorter one, or not at all"
+        )
+    temporary = tempfile.gettempdir()
+    return Path(asked or (temporary if len(temporary) <= LONGEST_ROOT else "/tmp"))
 
 
 def _remove_if_abandoned(folder: Path) -> None:
