@@ -21,6 +21,10 @@ namespace unirl::cuda {
 
 constexpr int kBackwardStages = 3;       // query tiles in flight
 constexpr int kTileRows = kGroupRows;    // query rows of a tile
+// The feeding warps spill, which costs nothing beside the copies they wait for; the computing ones would spill in the loop.
+constexpr int kBackwardFeedRegisters = 24;
+constexpr int kBackwardComputeRegisters = 240;
+static_assert(kBackwardFeedRegisters + kConsumers * kBackwardComputeRegisters <= (kConsumers + 1) * 168);
 constexpr int kAddedSlots = 4;           // query tiles added to dQ and not yet published
 constexpr int kRowStatBytes = 2 * kTileRows * 4;
 
@@ -252,14 +256,10 @@ __device__ __forceinline__ void load_pair(uint32_t address, float& first, float&
 }
 
 // Adds a half tile's part of dQ to those of the blocks before, or stores it as the first.
-template <typename C>
-__device__ __forceinline__ void add_query_grad(const BackwardArguments& arguments, const KeyUnit& unit,
-                                               const float (&part)[kTileRows / 2], int tile, int group, int thread) {
-  const int64_t half = (static_cast<int64_t>(unit.head) * arguments.query_tiles + tile) * 2 + group;
-  float* partial = arguments.partial_query + half * (kTileRows * kPanel) + thread * 4;
+__device__ __forceinline__ void add_query_grad(float* partial, bool first, const float (&part)[kTileRows / 2]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    store_or_add(partial + i * 512, unit.tile == 0, part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]);
+    store_or_add(partial + i * 512, first, part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]);
   }
 }
 
@@ -302,9 +302,9 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
   const int lane = thread % 32;
   const int warp = thread / 32;
   const float scale_log2 = arguments.scale * kLog2E;
-  const uint32_t key_panel = shared + C::kKeyOffset + group * C::kTilePanelBytes;
   const uint32_t score_grads = shared + C::kScoreGradOffset;
   const int matrix_row = group * 64 + warp * 16 + lane % 16;
+  const uint32_t matrix_place = matrix_row * kRowBytes + ((lane / 16) ^ (matrix_row % 8)) * 16;
 
   float key_grad[C::kHeadSize / 2];
   float value_grad[C::kHeadSize / 2];
@@ -318,7 +318,7 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
   int32_t allowed = 0; // query tiles to which it may add, as last seen
 
   for (int index = blockIdx.x; index < arguments.num_units; index += gridDim.x) {
-    const KeyUnit unit = KeyUnit::at<C>(arguments, index);
+    KeyUnit unit = KeyUnit::at<C>(arguments, index);
     if (unit.tile >= unit.tiles) continue;
     const int first_key = unit.tile * C::kKeys;
     const int end = unit.padded + arguments.length;
@@ -332,17 +332,23 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
     }
 #pragma unroll
     for (int i = 0; i < C::kHeadSize / 2; ++i) key_grad[i] = value_grad[i] = 0.0f;
+    const bool first_to_add = unit.tile == 0;
+    float* partial = arguments.partial_query + thread * 4 +
+                     (static_cast<int64_t>(unit.head) * arguments.query_tiles * 2 + group) * (kTileRows * kPanel);
 
     const auto begin_query_grad = [&](uint32_t at) {
+      uint32_t panel_offset = group * C::kTilePanelBytes;
+      asm volatile("" : "+r"(panel_offset));
       barrier_wait(barriers.score_full(at % 2), (at / 2) & 1);
       pin(grads);
       product_begin();
-      sum_over_keys<C>(grads, score_grads + (at % 2) * C::kScoreGradBytes, key_panel);
+      sum_over_keys<C>(grads, score_grads + (at % 2) * C::kScoreGradBytes, shared + C::kKeyOffset + panel_offset);
       product_commit();
     };
-    const auto add_query_grad_of = [&](int tile) {
+    const auto add_next_query_grad = [&] {
       while (allowed <= static_cast<int32_t>(sums)) allowed = load_shared_acquire(barriers.allowed(group));
-      add_query_grad<C>(arguments, unit, grads, tile, group, thread);
+      add_query_grad(partial, first_to_add, grads);
+      partial += 2 * kTileRows * kPanel;
       const int slot = sums % kAddedSlots;
       barrier_wait(barriers.published(group, slot), ((sums / kAddedSlots) & 1) ^ 1);
       __syncwarp();
@@ -407,8 +413,7 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       barrier_wait(barriers.score_empty(buffer), ((count / 2) & 1) ^ 1);
 #pragma unroll
       for (int j = 0; j < kTileRows / 8; j += 2) {
-        const uint32_t address = score_grads + buffer * C::kScoreGradBytes + matrix_row * kRowBytes +
-                                 (((j + lane / 16) ^ (matrix_row % 8)) * 16);
+        const uint32_t address = score_grads + buffer * C::kScoreGradBytes + (matrix_place ^ (j * 16));
         store_matrices(address, packed_grads[2 * j], packed_grads[2 * j + 1], packed_grads[2 * j + 2],
                        packed_grads[2 * j + 3]);
       }
@@ -435,7 +440,7 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       release(barriers.rows_empty(stage), lane);
       if (tile > 0) {
         release(barriers.score_empty(buffer ^ 1), lane);
-        add_query_grad_of(tile - 1);
+        add_next_query_grad();
       }
     }
     begin_query_grad(count - 1);
@@ -443,7 +448,11 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
     pin(grads);
     release(barriers.score_empty((count - 1) % 2), lane);
     release(barriers.keys_empty(), lane);
-    add_query_grad_of(arguments.query_tiles - 1);
+    add_next_query_grad();
+    // Made anew: through the loop it would hold registers.
+    int same_index = index;
+    asm volatile("" : "+r"(same_index));
+    unit = KeyUnit::at<C>(arguments, same_index);
     write_key_grad<C>(arguments, unit, key_grad, 0, group, thread, arguments.scale);
     write_key_grad<C>(arguments, unit, value_grad, 1, group, thread, 1.0f);
   }
@@ -483,7 +492,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int group = static_cast<int>(threadIdx.x) / 128;
   if (group == 0) {
-    lower_registers<kFeedRegisters>();
+    lower_registers<kBackwardFeedRegisters>();
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if (warp == 0) {
@@ -494,7 +503,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       publish_progress<C>(arguments, barriers, warp - 2);
     }
   } else {
-    raise_registers<kComputeRegisters>();
+    raise_registers<kBackwardComputeRegisters>();
     compute_backward<C>(arguments, shared, barriers, group - 1, static_cast<int>(threadIdx.x) % 128);
   }
 }
