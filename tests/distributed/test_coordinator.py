@@ -139,7 +139,8 @@ def rows_of(shares: Sequence[DoneShare]) -> Part:
 
 
 def assert_same(rows: Part, expected: Part) -> None:
-    assert torch.equal(rows.segment.latents, expected.segment.latents)
+    pairs = zip(rows.segment.rows(), expected.segment.rows(), strict=True)
+    assert all(torch.equal(row, other) for row, other in pairs)
     assert torch.equal(rows.segment.log_probs, expected.segment.log_probs)
     assert torch.equal(rows.fingerprints, expected.fingerprints)
 

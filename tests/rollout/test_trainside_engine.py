@@ -47,7 +47,7 @@ def request(rollout: int = 0, siblings: int = 4, **changes: object) -> Sample:
 
 
 def latents(generated: Sample) -> torch.Tensor:
-    return generated.frontier.segment.latents
+    return torch.stack(generated.frontier.segment.rows())
 
 
 def random_adapter(model: torch.nn.Module, seed: int) -> None:

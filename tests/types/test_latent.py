@@ -135,21 +135,6 @@ def test_ragged_segments_of_different_step_sets_concatenate() -> None:
     assert both.final()[1].unique().tolist() == [6.5]
 
 
-def test_auto_is_ragged_only_where_something_would_be_padded() -> None:
-    def storage(counts: list[int]) -> str:
-        return LatentSegment.pack(
-            [torch.zeros(2, count, 1) for count in counts],
-            frame_steps=torch.tensor([[0, 1]] * len(counts)),
-            sde_steps=torch.zeros(len(counts), 0, dtype=torch.int64),
-            log_probs=torch.zeros(len(counts), 0),
-            sigmas=torch.tensor([[1.0, 0.0]] * len(counts), dtype=torch.float64),
-            pad_to=4,
-            storage="auto",
-        ).storage
-
-    assert storage([4, 4]) == "padded" and storage([4, 3]) == "ragged" and storage([2, 2]) == "ragged"
-
-
 @pytest.mark.parametrize("storage", ["padded", "ragged"])
 def test_a_segment_is_its_tensors(storage: str) -> None:
     original = mixed_rows(storage)

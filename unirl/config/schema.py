@@ -61,7 +61,7 @@ class SamplingConfig:
     cfg_renorm_type: Literal["global", "channel", "text_channel"] = "global"
     cfg_renorm_min: float = 0.0
     trajectory_dtype: Literal["float32", "bfloat16"] = "float32"
-    storage: Literal["auto", "padded", "ragged"] = "auto"
+    storage: Literal["ragged", "padded"] = "ragged"
     init_same_noise: bool = False
     sde: StepSet = field(default_factory=StepSet)
 

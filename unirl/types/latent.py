@@ -16,7 +16,7 @@ from unirl.types.ragged import RaggedLatents
 UNUSED = -1
 
 
-Storage = Literal["auto", "padded", "ragged"]
+Storage = Literal["ragged", "padded"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +141,8 @@ class LatentSegment(Columns):
     ) -> LatentSegment:
         """Stores one `[K, seq_i, C]` a row.
 
-        `padded` makes every row `pad_to` tokens long, in one launch; `ragged` packs the used frames of each; `auto` is
-        `padded` where every row is `pad_to` long, for then there is nothing to pad, and `ragged` otherwise.
+        `padded` makes every row `pad_to` tokens long, in one launch; `ragged` packs the used frames of each.
         """
-        counts = [f.shape[1] for f in frames]
-        if storage == "auto":
-            storage = "padded" if all(count == pad_to for count in counts) else "ragged"
         latents: torch.Tensor | RaggedLatents
         if storage == "ragged":
             used = (frame_steps != UNUSED).sum(dim=1).tolist()
@@ -156,7 +152,7 @@ class LatentSegment(Columns):
         return cls(
             latents=latents,
             frame_steps=frame_steps,
-            token_counts=torch.tensor(counts, dtype=torch.int64),
+            token_counts=torch.tensor([f.shape[1] for f in frames], dtype=torch.int64),
             sde_steps=sde_steps,
             log_probs=log_probs,
             sigmas=sigmas,

@@ -69,7 +69,7 @@ class SamplingParams:
     cfg_renorm_min: float = 0.0
     shift: float | None = None
     trajectory_dtype: Literal["float32", "bfloat16"] = "float32"
-    storage: Literal["auto", "padded", "ragged"] = "auto"
+    storage: Literal["ragged", "padded"] = "ragged"
 
     @property
     def canvas(self) -> Canvas:
