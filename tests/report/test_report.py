@@ -110,8 +110,27 @@ def test_images_in_the_report_are_the_curves_and_the_grids_of_the_first_and_last
 ) -> None:
     text = write_report(run_dir).read_text()
     embedded = [base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", text)]
-    files = ["samples/grid_before.png", "samples/grid_after.png", "curves.png"]
-    assert embedded == [(run_dir / name).read_bytes() for name in files]
+    grids = [
+        f"samples/grid_{when}_{canvas}.png" for canvas in ("8x8", "12x8") for when in ("before", "after")
+    ]
+    assert embedded == [(run_dir / name).read_bytes() for name in [*grids, "curves.png"]]
+    assert (
+        "before (evaluation at rollout 0, 8 x 8)" in text
+        and "after (evaluation at rollout 4, 12 x 8)" in text
+    )
+
+
+def test_a_run_of_one_canvas_has_one_pair_of_grids(run_dir: Path) -> None:
+    for step in (0, 4):
+        images = [np.full((8, 8, 1), step, dtype=np.uint8)] * 2
+        write_samples(
+            run_dir / f"samples/eval_{step:06d}.npz", images, ["four"] * 2, ["e.p0/0", "e.p0/1"], [0.5, 0.6]
+        )
+    text = write_report(run_dir).read_text()
+    assert sorted(p.name for p in (run_dir / "samples").glob("*.png")) == [
+        "grid_after.png",
+        "grid_before.png",
+    ]
     assert "before (evaluation at rollout 0)" in text and "after (evaluation at rollout 4)" in text
 
 

@@ -19,7 +19,7 @@ from unirl.report.timeline import write_run_timeline
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes `curves.png`, `timeline.png`, `samples/grid_before.png`, `samples/grid_after.png` and `report.html`;
-    returns the latter's path.
+    returns the latter's path. A run of several canvases gets a pair of grids for each, `grid_before_<H>x<W>.png`.
 
     Reads only the files of the run directory, so it can be called while the run goes on and any number of
     times. Raises `ValueError` when the directory is none of a run, or one of its files cannot be read.
@@ -44,12 +44,26 @@ def _write_grids(run: RunFiles) -> tuple[list[tuple[str, Path]], SampleSet | Non
     size = {"max_rows": int(options.get("grid_rows", 10)), "max_columns": int(options.get("grid_columns", 8))}
     steps = list(run.samples)
     folder = run.folder / "samples"
-    first = read_samples(run.samples[steps[0]])
-    picture = write_grid(first, folder / "grid_before.png", **size)
-    grids = [(f"before (evaluation at rollout {steps[0]})", picture)]
-    if len(steps) == 1:
-        return grids, first
-    last = read_samples(run.samples[steps[-1]])
-    picture = write_grid(last, folder / "grid_after.png", **size)
-    grids.append((f"after (evaluation at rollout {steps[-1]})", picture))
-    return grids, last
+    shown = [("before", steps[0]), ("after", steps[-1])][: len(steps)]
+    sets = [(name, step, read_samples(run.samples[step])) for name, step in shown]
+    canvases = list(dict.fromkeys(image.shape[:2] for _, _, samples in sets for image in samples.images))
+    grids = []
+    for height, width in canvases:
+        suffix, told = (f"_{height}x{width}", f", {height} x {width}") if len(canvases) > 1 else ("", "")
+        for name, step, samples in sets:
+            part = _of_canvas(samples, (height, width))
+            if len(part):
+                picture = write_grid(part, folder / f"grid_{name}{suffix}.png", **size)
+                grids.append((f"{name} (evaluation at rollout {step}{told})", picture))
+    return grids, sets[-1][2]
+
+
+def _of_canvas(samples: SampleSet, canvas: tuple[int, int]) -> SampleSet:
+    """The images of one size, in row order."""
+    rows = [row for row, image in enumerate(samples.images) if image.shape[:2] == canvas]
+    return SampleSet(
+        images=tuple(samples.images[row] for row in rows),
+        prompts=tuple(samples.prompts[row] for row in rows),
+        ids=tuple(samples.ids[row] for row in rows),
+        scores=tuple(samples.scores[row] for row in rows),
+    )
