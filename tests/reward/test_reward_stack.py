@@ -93,9 +93,15 @@ def same(left: Part, right: Part) -> bool:
     rewards = torch.equal(left.component_rewards["brightness"], right.component_rewards["brightness"])
     columns = all(
         torch.equal(getattr(left.segment, name), getattr(right.segment, name))
-        for name in ("latents", "log_probs", "frame_steps", "sde_steps", "token_counts", "sigmas")
+        for name in ("log_probs", "frame_steps", "sde_steps", "token_counts", "sigmas")
     )
-    return rewards and columns and torch.equal(left.fingerprints, right.fingerprints)
+    frames = zip(left.segment.latents.rows(), right.segment.latents.rows(), strict=True)
+    return (
+        rewards
+        and columns
+        and all(torch.equal(a, b) for a, b in frames)
+        and torch.equal(left.fingerprints, right.fingerprints)
+    )
 
 
 def shares_of(
