@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +153,16 @@ def test_an_exception_in_training_while_a_generation_runs_is_what_is_seen(comman
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, EXIT_TERMINATED)]
+    ("number", "exit_code", "send"),
+    [(signal.SIGINT, EXIT_INTERRUPTED, os.killpg), (signal.SIGTERM, EXIT_TERMINATED, os.kill)],
 )
 def test_ctrl_c_and_sigterm_end_cleanly_and_the_run_goes_on(
-    command: Command, number: signal.Signals, exit_code: int
+    command: Command, number: signal.Signals, exit_code: int, send: Callable[[int, int], None]
 ) -> None:
-    """As a terminal sends it: to all processes of the group, Ray's among them."""
+    """Ctrl-C as a terminal sends it, to all processes of the group, Ray's among them; SIGTERM as `kill` does, to the run."""
     command.start(num_rollouts=400)
     command.until("3/400")
-    os.killpg(command.process.pid, number)
+    send(command.process.pid, number)
     code, output = command.end()
     assert code == exit_code, output
     assert "ending: what is in flight" in output and "resume=auto goes on from" in output

@@ -81,7 +81,7 @@ def lost_processes() -> str:
     lost = [kind for kind, _ in _own.dead_processes() if kind in HEAD_PROCESSES]
     logs = Path(_own.get_logs_dir_path())
     return "; ".join(
-        f"{kind} (the end of its log: {' / '.join(last_lines(logs / f'{kind}.out', 3)) or 'empty'})"
+        f"{kind} (the end of its log: {' / '.join(last_lines(logs / f'{kind}.out')[-3:]) or 'empty'})"
         for kind in lost
     )
 
