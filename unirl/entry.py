@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from unirl.config import RunConfig, parse, to_plain
+from unirl.distributed.cluster import is_abandoned
 from unirl.distributed.failures import ClusterLost, Refusal, WorkerFailure, WriteFailed
 from unirl.report import write_report
 from unirl.train.checkpoint import latest_checkpoint
@@ -61,8 +62,8 @@ def main(trainer_class: Callable[[RunConfig], DiffusionTrainer]) -> None:
     code = run_recipe(recipe, trainer_class)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == EXIT_WORKER_LOST:
-        os._exit(code)  # without Ray's farewell to a cluster that may be gone, for which it takes its time
+    if is_abandoned():
+        os._exit(code)  # without Ray's farewell to a cluster that is gone, for which it waits a minute
     sys.exit(code)
 
 

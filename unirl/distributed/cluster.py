@@ -12,22 +12,24 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from unirl.config import RunConfig
-from unirl.distributed.failures import ClusterLost, ClusterRefusal, last_lines
+from unirl.distributed.failures import ClusterRefusal, last_lines
 
 HEAD_PROCESSES = ("gcs_server", "raylet")
-SHUTDOWN_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 30.0
 LONGEST_ROOT = 20
 """Characters of the folder that session folders are in: a socket's path has 107, and Ray's names below it take the others."""
 _SESSION_PREFIX = "unirl-ray-"
 _own: Any = None
 """The head node of the cluster that this process started, while there is one."""
+_abandoned = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +139,8 @@ def _own_cluster(config: RunConfig, folder: str, common: dict[str, Any]) -> Iter
     _own = ray._private.worker._global_node
     try:
         yield
-    except ClusterLost:
-        # Asking a head that is gone to shut down takes Ray minutes.
-        _own.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-        raise
     finally:
-        _own = None
-        _shut_down()
+        _leave()
 
 
 @contextlib.contextmanager
@@ -158,11 +155,42 @@ def _handlers_kept() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def _shut_down() -> None:
-    """`ray.shutdown`, but no longer than a while: it waits for a head that may be gone."""
-    thread = threading.Thread(target=ray.shutdown, daemon=True)
+def ask_at_the_end(call: Callable[[], object]) -> None:
+    """A call into Ray on the way out. A cluster that is gone is not asked, and one that goes meanwhile is not waited for: such calls
+    block until Ray, after a minute, ends the process. Raises what the call raised.
+    """
+    if lost_processes():
+        return
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(SHUTDOWN_TIMEOUT_S)
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while thread.is_alive() and time.monotonic() < deadline and not lost_processes():
+        thread.join(0.1)
+    if raised:
+        raise raised[0]
+
+
+def is_abandoned() -> bool:
+    """Whether this process left a cluster that was gone: Ray must not be asked to say goodbye to it either."""
+    return _abandoned
+
+
+def _leave() -> None:
+    """Ends our own cluster: by Ray's way, or, when that is not to be had, by ending its processes."""
+    global _own, _abandoned
+    ask_at_the_end(ray.shutdown)
+    if lost_processes():
+        _abandoned = True
+        _own.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+    _own = None
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from typing import Any
 
 import ray
 
+from unirl.distributed.cluster import ask_at_the_end
+
 END_TIMEOUT_S = 3.0
 """How long a worker is given to be gone after it was told to end; then its process is killed by number."""
 
@@ -130,7 +132,7 @@ class Member:
 
     def end(self) -> None:
         """Ends the actor and sees to it that its process goes, even one that is stopped."""
-        ray.kill(self.actor)
+        ask_at_the_end(lambda: ray.kill(self.actor))
         if self._process is None:
             return
         process, self._process = self._process, None

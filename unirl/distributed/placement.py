@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unirl.config import RunConfig
 from unirl.distributed import failpoints
-from unirl.distributed.cluster import Devices, refusal
+from unirl.distributed.cluster import Devices, ask_at_the_end, refusal
 
 RESERVE_TIMEOUT_S = 10.0
 """What another job that is just ending may take to give its devices back."""
@@ -67,7 +67,7 @@ def placed(config: RunConfig, devices: Devices) -> Iterator[Placement]:
             )
         yield Placement(config, devices, group, shares)
     finally:
-        remove_placement_group(group)
+        ask_at_the_end(lambda: remove_placement_group(group))
 
 
 def node_shares(config: RunConfig, devices: Devices) -> list[int]:
