@@ -156,8 +156,10 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def ask_at_the_end(call: Callable[[], object]) -> None:
-    """A call into Ray on the way out. A cluster that is gone is not asked, and one that goes meanwhile is not waited for: such calls
-    block until Ray, after a minute, ends the process. Raises what the call raised.
+    """A call into Ray on the way out; raises what the call raises.
+
+    A cluster that is gone is not asked, and one that goes meanwhile is not waited for: such calls block until Ray, after a minute,
+    ends the process.
     """
     if lost_processes():
         return
