@@ -154,12 +154,16 @@ def test_an_exception_in_training_while_a_generation_runs_is_what_is_seen(comman
 
 @pytest.mark.parametrize(
     ("number", "exit_code", "send"),
-    [(signal.SIGINT, EXIT_INTERRUPTED, os.killpg), (signal.SIGTERM, EXIT_TERMINATED, os.kill)],
+    [
+        (signal.SIGINT, EXIT_INTERRUPTED, os.killpg),
+        (signal.SIGTERM, EXIT_TERMINATED, os.kill),
+        (signal.SIGTERM, EXIT_TERMINATED, os.killpg),
+    ],
 )
 def test_ctrl_c_and_sigterm_end_cleanly_and_the_run_goes_on(
     command: Command, number: signal.Signals, exit_code: int, send: Callable[[int, int], None]
 ) -> None:
-    """Ctrl-C as a terminal sends it, to all processes of the group, Ray's among them; SIGTERM as `kill` does, to the run."""
+    """Ctrl-C as a terminal sends it, to all processes of the group, Ray's among them; SIGTERM to the run, and as job schedulers do."""
     command.start(num_rollouts=400)
     command.until("3/400")
     send(command.process.pid, number)
@@ -169,15 +173,16 @@ def test_ctrl_c_and_sigterm_end_cleanly_and_the_run_goes_on(
     command.assert_nothing_is_left()
 
 
-def test_a_lost_raylet_is_named_and_the_run_ends(command: Command) -> None:
+@pytest.mark.parametrize("head", ["gcs_server", "raylet"])
+def test_a_lost_ray_head_is_named_and_the_run_ends(command: Command, head: str) -> None:
     command.start(num_rollouts=400)
     command.until("3/400")
-    (pid,) = [pid for pid, name in command.processes() if name.endswith("raylet")]
+    (pid,) = [pid for pid, name in command.processes() if name.endswith(head)]
     os.kill(pid, signal.SIGKILL)
     begin = time.monotonic()
     code, output = command.end()
     assert code == EXIT_WORKER_LOST, output
-    assert "the Ray cluster is gone: raylet" in output and "resume=auto goes on from" in output
+    assert f"the Ray cluster is gone: {head}" in output and "resume=auto goes on from" in output
     assert time.monotonic() - begin < 60
     command.assert_nothing_is_left()
 
