@@ -163,7 +163,7 @@ def test_an_exception_in_training_while_a_generation_runs_is_what_is_seen(comman
 def test_ctrl_c_and_sigterm_end_cleanly_and_the_run_goes_on(
     command: Command, number: signal.Signals, exit_code: int, send: Callable[[int, int], None]
 ) -> None:
-    """Ctrl-C as a terminal sends it, to all processes of the group, Ray's among them; SIGTERM to the run, and as job schedulers do."""
+    """To the run alone, and, as terminals and job schedulers send them, to all processes of its group, Ray's among them."""
     command.start(num_rollouts=400)
     command.until("3/400")
     send(command.process.pid, number)

@@ -96,13 +96,13 @@ def test_a_run_survives_its_end_at_every_named_point(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_survives_kills_at_random_times(uninterrupted: Path, random_base: Path, tmp_path: Path) -> None:
-    """Ten times drawn from one seed, between a worker's first step and some seconds later, of any of the processes."""
+    """Up to ten times drawn from one seed, within a second of a worker's first step, of any of the processes."""
     generator = torch.Generator().manual_seed(20)
     config = of_the_crash_tests(random_base, tmp_path / "run")
     survived = 0
     for _ in range(10):
         who = ("driver", "train-0", "rollout-0")[int(torch.randint(3, (), generator=generator))]
-        seconds = float(torch.rand((), generator=generator)) * 3
+        seconds = float(torch.rand((), generator=generator))
         code, text = leg(config, f"{who}:after_s:{seconds:.2f}:kill")
         if code == 0:
             break  # it was through before its time had come
@@ -110,7 +110,7 @@ def test_a_run_survives_kills_at_random_times(uninterrupted: Path, random_base: 
         survived += 1
     code, text = leg(config)
     assert code == 0, text
-    assert survived >= 3
+    assert survived >= 1
     assert_same_end(uninterrupted, tmp_path / "run")
 
 

@@ -191,8 +191,25 @@ def _leave() -> None:
     ask_at_the_end(ray.shutdown)
     if lost_processes():
         _abandoned = True
+        below = _descendants({process.pid for _, process in _own.live_processes()})
         _own.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        for pid in below:  # a raylet that is killed does not end its helpers
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     _own = None
+
+
+def _descendants(pids: set[int]) -> set[int]:
+    """The processes below the given ones on this host."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    while more := {pid for pid, parent in parents.items() if parent in pids | found} - found - pids:
+        found |= more
+    return found
 
 
 @contextlib.contextmanager
