@@ -173,7 +173,7 @@ def test_ctrl_c_and_sigterm_end_cleanly_and_the_run_goes_on(
     command.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("head", ["raylet"])
+@pytest.mark.parametrize("head", ["gcs_server", "raylet"])
 def test_a_lost_ray_head_is_named_and_the_run_ends(command: Command, head: str) -> None:
     command.start(num_rollouts=400)
     command.until("3/400")
