@@ -71,9 +71,9 @@ def test_more_than_the_cluster_has_is_refused_with_asked_available_and_per_node(
 def test_devices_that_another_job_holds_are_refused_within_seconds(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unirl.distributed.placement.RESERVE_TIMEOUT_S", 1.0)
     total = int(ray.cluster_resources()["CPU"])
-    with placed(config(num_devices=total - 1), find_devices(config())):
+    with placed(config(num_devices=total - 1), find_devices(config())), monkeypatch.context() as patched:
+        patched.setattr("unirl.distributed.placement.RESERVE_TIMEOUT_S", 1.0)
         begin = time.monotonic()
         with (
             pytest.raises(ClusterRefusal, match=rf"asks for 2 .*available: {total} .*of these 1 are free"),
