@@ -150,6 +150,10 @@ def test_a_worker_that_may_be_restarted_comes_back_and_its_calls_are_made_again(
 
 def process_of_fast(member: Any) -> int:
     """From what the supervisor knows: the actor is busy."""
+    deadline = time.monotonic() + 30
+    while not member.locate():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     return int(member.where.split()[1])
 
 

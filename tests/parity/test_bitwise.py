@@ -14,6 +14,7 @@ from unirl.config import RunConfig, check, parse
 from unirl.distributed import models
 from unirl.distributed.collective import LocalCollective
 from unirl.models.bagel import BagelStage, preset
+from unirl.models.bagel.layers import Linear
 from unirl.train.plan import plan_updates
 from unirl.train.stack import TrainStack, merge_results
 from unirl.train.trainable import is_bitwise, prepare
@@ -146,8 +147,6 @@ def test_any_difference_at_all_is_told(stack: TrainStack) -> None:
     ("changes", "key"),
     [
         ({"model": {"batch_invariant": False}}, "model.batch_invariant"),
-        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
-        ({"threads_per_worker": 2}, "threads_per_worker"),
         ({"stack": {"first_update_ratio_tol": 1e-6}}, "stack.first_update_ratio_tol"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -168,11 +167,35 @@ def test_a_preset_that_is_not_batch_invariant_is_named() -> None:
     ).batch_invariant
 
 
-def test_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"model": {"dtype": "bfloat16"}}, "model.dtype"), ({"threads_per_worker": 2}, "threads_per_worker")],
+    ids=("bfloat16", "threads"),
+)
+def test_what_it_needs_of_a_cpu_is_named_and_a_gpu_takes_it(
+    changes: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse(RunConfig, RECIPE | {"buffer_max_staleness": 0} | changes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=rf"parity\.bitwise is true.*{key}"):
+        models.pick_device(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert models.pick_device(parse(RunConfig, {})) == "cuda"
-    with pytest.raises(ValueError, match=r"parity\.bitwise is true.*GPU"):
-        models.pick_device(parse(RunConfig, {"parity": {"bitwise": True}}))
+    assert models.pick_device(config) == "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 3, 32), (5, 32), (1, 9, 32), (0, 4, 32), (3, 2, 5, 32)], ids=str)
+def test_a_product_by_entry_has_an_entrys_bits_in_any_batch(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = Linear(32, 24).to(dtype)
+    entries = torch.randn(shape).to(dtype)
+    out = layer.by_entry(entries)
+    assert out.shape == (*shape[:-1], 24)
+    torch.testing.assert_close(out, torch.nn.functional.linear(entries, layer.weight, layer.bias))
+    for number in range(shape[0]):
+        assert torch.equal(layer.by_entry(entries[number : number + 1])[0], out[number])
 
 
 def test_it_is_on_by_default_where_it_can_hold(random_base: Path) -> None:

@@ -104,16 +104,6 @@ def _parity(config: RunConfig, asynchronous: bool) -> None:
     asked = "parity.bitwise is true"
     if config.model.batch_invariant is False:
         raise ValueError(f"{asked}, but model.batch_invariant is false; set both alike")
-    if config.model.dtype != "float32":
-        raise ValueError(
-            f"{asked}, but model.dtype is {config.model.dtype}: its products round by the size of the batch; set "
-            "model.dtype: float32, or parity.bitwise: false"
-        )
-    if config.threads_per_worker != 1:
-        raise ValueError(
-            f"{asked}, but threads_per_worker is {config.threads_per_worker}: how work is cut between threads may move last bits; "
-            "set threads_per_worker: 1, or parity.bitwise: false"
-        )
     if config.stack.first_update_ratio_tol:
         raise ValueError(
             f"{asked}, which tolerates no difference, but stack.first_update_ratio_tol is {config.stack.first_update_ratio_tol}; "

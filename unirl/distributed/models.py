@@ -57,11 +57,18 @@ def model_config(config: RunConfig) -> BagelConfig:
 def pick_device(config: RunConfig) -> str:
     """`cuda` where there is one, else `cpu`; `ValueError` for a recipe that asks what the device cannot do."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.parity.bitwise and device != "cpu":
-        raise ValueError(
-            "parity.bitwise is true, but there is a GPU, whose matrix products may round by the size of the batch; set "
-            "parity.bitwise: false, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
-        )
+    if config.parity.bitwise and device == "cpu":
+        asked = "parity.bitwise is true"
+        if config.model.dtype != "float32":
+            raise ValueError(
+                f"{asked}, but model.dtype is {config.model.dtype}, whose products round by the size of the batch on a CPU; set "
+                "model.dtype: float32, or parity.bitwise: false"
+            )
+        if config.threads_per_worker != 1:
+            raise ValueError(
+                f"{asked}, but threads_per_worker is {config.threads_per_worker}: how work is cut between threads may move last "
+                "bits; set threads_per_worker: 1, or parity.bitwise: false"
+            )
     return device
 
 

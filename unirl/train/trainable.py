@@ -35,13 +35,10 @@ def is_bitwise(config: RunConfig, model: torch.nn.Module) -> bool:
     """
     if config.parity.bitwise is not None:
         return config.parity.bitwise
+    if not getattr(getattr(model, "config", None), "batch_invariant", False):
+        return False
     weight = next(model.parameters())
-    return (
-        bool(getattr(getattr(model, "config", None), "batch_invariant", False))
-        and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and config.threads_per_worker == 1
-    )
+    return weight.is_cuda or (weight.dtype == torch.float32 and config.threads_per_worker == 1)
 
 
 def is_adapter(model: torch.nn.Module) -> bool:

@@ -95,8 +95,8 @@ class BagelConfig:
         vit_max_num_patch_per_side: rows and columns of the vision position table.
         shift: default timestep shift of the sampler (static: it does not depend on the canvas).
         timestep_scale: factor on the time in [0, 1] before its sinusoidal embedding; the public model uses 1.
-        batch_invariant: keep the float32 CPU results of a row independent of the batch it is computed in,
-            bit for bit (see :class:`unirl.models.bagel.layers.Linear`).
+        batch_invariant: keep a row's results independent of the batch it is computed in, bit for bit: float32
+            on a CPU, any dtype on a GPU (see :class:`unirl.models.bagel.layers.Linear`).
     """
 
     language: LanguageConfig

@@ -159,7 +159,9 @@ def _prefill_missing(
         if key not in done:
             blocks = request.layout.context(name).blocks
             shape = tuple((b.kind, b.grid, None if b.grid or pad_text else b.num_tokens) for b in blocks)
-            buckets.setdefault(shape, {})[key] = request
+            # A GPU's attention kernel may split its work by the number of requests.
+            alone = model.config.batch_invariant and model.device.type == "cuda"
+            buckets.setdefault(key if alone else shape, {})[key] = request
     for bucket in buckets.values():
         _prefill(model, list(bucket), list(bucket.values()), name, done)
 

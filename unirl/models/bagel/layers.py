@@ -3,22 +3,28 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_ROW_BLOCK = 8
+_ROW_BLOCKS = (8, 16, 32, 64)
+_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+_MAX_CHECKED_WEIGHTS = 1 << 20
+# A GPU gives more threads to each sum, in another order, when there are fewer sums than this.
+_REDUCED_ROWS = 16
 
 
 class Linear(nn.Linear):
     """``nn.Linear`` that can keep a row's bits independent of how many rows share the call.
 
-    Float32 products of very few rows go through another kernel than larger ones on a CPU, so a row's result may
-    change in its last bits with the batch around it. With ``batch_invariant`` the flattened rows are padded with
-    zeros to a multiple of 8, and every row goes through the same kernel. Inputs whose row count is already a
-    multiple of 8 pay nothing.
+    A library picks the kernel of a matrix product by its shape, so a row's last bits may change with the batch
+    around it. With ``batch_invariant``, on a CPU, rows are padded with zeros to a multiple of a small block, as
+    products of very few rows go through other kernels there; which block that is, is found out on the machine
+    itself. On a GPU, and where no block will do, each entry of the first axis has a product of its own, whose
+    shape is the same in every batch.
     """
 
     batch_invariant = False
@@ -26,12 +32,52 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.batch_invariant:
             return F.linear(input, self.weight, self.bias)
+        block = 0
+        if not input.is_cuda:
+            block = row_block(self.in_features, self.out_features, self.bias is not None)
+        return self.by_block(input, block) if block else self.by_entry(input)
+
+    def by_block(self, input: Tensor, block: int) -> Tensor:
+        """``[..., in]`` to ``[..., out]`` in one product of a multiple of ``block`` rows."""
         rows = input.numel() // input.shape[-1]
-        missing = -rows % _ROW_BLOCK
+        missing = -rows % block
         if not missing:
             return F.linear(input, self.weight, self.bias)
         flat = F.pad(input.reshape(rows, input.shape[-1]), (0, 0, 0, missing))
         return F.linear(flat, self.weight, self.bias)[:rows].reshape(*input.shape[:-1], self.out_features)
+
+    def by_entry(self, input: Tensor) -> Tensor:
+        """``[N, ..., in]`` to ``[N, ..., out]`` in N products of one shape."""
+        if not input.numel():
+            return F.linear(input, self.weight, self.bias)
+        entries = input.reshape(input.shape[0], -1, input.shape[-1]).unbind()
+        products = [F.linear(entry, self.weight, self.bias) for entry in entries]
+        return torch.stack(products).reshape(*input.shape[:-1], self.out_features)
+
+
+@functools.cache
+def row_block(num_in: int, num_out: int, has_bias: bool) -> int:
+    """The smallest number of rows whose multiples all give a row the same float32 bits on this CPU, or 0.
+
+    Found by trying; weights of more than a million entries are not tried.
+    """
+    if num_in * num_out > _MAX_CHECKED_WEIGHTS:
+        return 0
+    generator = torch.Generator().manual_seed(0)
+    largest = max(_ROW_BLOCKS) * max(_MULTIPLES)
+    rows, weight, bias = (
+        torch.randn(s, generator=generator) for s in ((largest, num_in), (num_out, num_in), num_out)
+    )
+    with torch.inference_mode():
+        products = F.linear(rows, weight, bias if has_bias else None)
+        for block in _ROW_BLOCKS:
+            counts = [block * multiple for multiple in _MULTIPLES]
+            if all(
+                torch.equal(F.linear(rows[:count], weight, bias if has_bias else None), products[:count])
+                for count in counts
+            ):
+                return block
+    return 0
 
 
 def make_batch_invariant(module: nn.Module, enabled: bool = True) -> None:
@@ -65,8 +111,17 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., width]`` in, the same shape and dtype out."""
         wide = hidden.float()
-        inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        inverse = torch.rsqrt(_row_means(wide.square()) + self.eps)
         return self.weight * (wide * inverse).to(hidden.dtype)
+
+
+def _row_means(values: Tensor) -> Tensor:
+    """Means over the last axis, which stays as 1; a row's mean has the same bits in every batch."""
+    rows = values.numel() // values.shape[-1]
+    if not values.is_cuda or rows >= _REDUCED_ROWS:
+        return values.mean(dim=-1, keepdim=True)
+    padded = F.pad(values.reshape(rows, -1), (0, 0, 0, _REDUCED_ROWS - rows))
+    return padded.mean(dim=-1, keepdim=True)[:rows].reshape(*values.shape[:-1], 1)
 
 
 class Rotary:
