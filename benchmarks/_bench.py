@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU benchmarks share: fair timing of peers in one process, ceilings of the same run, rows of results.
+"""What the operators' benchmarks share: fair timing of peers in one process, ceilings of the same run, rows of results.
 
-A GPU under load lowers its clock, so whoever runs after a hot neighbour looks slow. Every round therefore runs the
-peers in a new random order, in bursts with a pause before each, and medians are taken over the rounds.
+A device under load lowers its clock, so whoever runs after a hot neighbour looks slow. Every round therefore runs the
+peers in a new random order, in bursts with a pause before each on a GPU, and medians are taken over the rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
+from datetime import UTC, date, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
+from _plots import draw
+from _runs import IMAGES, RESULTS, ROOT, table
 
-RESULTS = Path(__file__).parent / "results"
+FEWEST_ROUNDS = 3
+Call = Callable[[], Any]
+Check = Callable[[str, Any], Mapping[str, Any]]
+"""From a peer's name and result to columns of its row; ``error`` is one, ``note`` another."""
 
 
 class Timing(NamedTuple):
@@ -29,23 +36,25 @@ class Timing(NamedTuple):
     ms: float
     ms_p20: float
     ms_p80: float
+    rounds: int
 
 
 def environment() -> dict[str, Any]:
     """Hardware, date, commit and versions: what a row of results is worth nothing without."""
-    root = Path(__file__).parents[1]
     found: dict[str, Any] = {
         "date": date.today().isoformat(),
-        "commit": _git(root, "rev-parse", "--short", "HEAD"),
+        "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
     }
-    if _git(root, "status", "--porcelain", "--", "unirl", "csrc", "benchmarks"):
+    if _git("status", "--porcelain", "--", "unirl", "csrc", "benchmarks", ":!benchmarks/results"):
         found["commit"] += "+changes"
     found["torch"] = torch.__version__
-    for package in ("triton", "fa3-fwd"):
+    for package in ("triton", "fa3-fwd", "xxhash"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    found["cpu"] = _cpu_name()
+    found["threads"] = torch.get_num_threads()
     if torch.cuda.is_available():
         found["hardware"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
@@ -53,38 +62,61 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"
 
 
 def interleaved(
-    providers: Mapping[str, Callable[[], object]],
+    providers: Mapping[str, Call],
+    device: torch.device,
     *,
     rounds: int = 15,
+    seconds: float = float("inf"),
     burst_ms: float = 10.0,
-    pause_s: float = 0.03,
     seed: int = 0,
 ) -> dict[str, Timing]:
-    """Time each provider in bursts of about ``burst_ms``, in a new order each round, with device events."""
+    """Time each provider in bursts of about ``burst_ms``, in a new order each round.
+
+    Rounds end when ``seconds`` are over, but not before the third.
+    """
+    begin = time.perf_counter()
+    pause_s = 0.03 if device.type == "cuda" else 0.0
     order = random.Random(seed)
     calls: dict[str, int] = {}
     for name, call in providers.items():
         call()
-        calls[name] = max(1, round(burst_ms / _burst_ms(call, 1)))
+        calls[name] = max(1, round(burst_ms / _burst_ms(call, 1, device)))
     times: dict[str, list[float]] = {name: [] for name in providers}
-    for _ in range(rounds):
+    for done in range(rounds):
+        if done >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds:
+            break
         for name in order.sample(list(providers), len(providers)):
             time.sleep(pause_s)
-            times[name].append(_burst_ms(providers[name], calls[name]) / calls[name])
+            times[name].append(_burst_ms(providers[name], calls[name], device) / calls[name])
     result = {}
     for name, values in times.items():
         p20, _, _, p80 = statistics.quantiles(values, n=5) if len(values) > 1 else values * 4
-        result[name] = Timing(statistics.median(values), p20, p80)
+        result[name] = Timing(statistics.median(values), p20, p80, len(values))
     return result
 
 
-def _burst_ms(call: Callable[[], object], count: int) -> float:
+def _burst_ms(call: Call, count: int, device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return 1e3 * (time.perf_counter() - begin)
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -95,8 +127,8 @@ def _burst_ms(call: Callable[[], object], count: int) -> float:
     return start.elapsed_time(end)
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Bytes that one call allocates at its peak, results included."""
+def peak_bytes(call: Call) -> int:
+    """Bytes of the GPU that one call allocates at its peak, results included."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -106,32 +138,186 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def ceilings(dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
-    """What this GPU does at most: a product of 8192 x 8192 matrices (TFLOP/s) and a copy (TB/s read and written)."""
-    size = 8192
-    left, right = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
-    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+def ceilings(device: torch.device, quick: bool = False) -> dict[str, float]:
+    """What a device does at most: a matrix product (TFLOP/s) and a copy (TB/s read and written).
+
+    On a GPU 8192 x 8192 bfloat16 matrices and 1 GiB; on a CPU 1024 x 1024 float32 and 256 MiB, on torch's threads.
+    """
+    on_gpu = device.type == "cuda"
+    size, num_bytes = (8192, 1 << 30) if on_gpu else (1024, 1 << 28)
+    if quick:
+        size, num_bytes = 256, 1 << 20
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    source = torch.ones(num_bytes // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
-    times = interleaved({"matmul": lambda: left @ right, "copy": lambda: target.copy_(source)}, rounds=9)
+    providers = {"matmul": lambda: left @ right, "copy": lambda: target.copy_(source)}
+    times = interleaved(providers, device, rounds=3 if quick else 9)
     return {
         "matmul_tflops": 2 * size**3 / times["matmul"].ms / 1e9,
         "copy_tbps": 2 * source.nbytes / times["copy"].ms / 1e9,
     }
 
 
-def write_rows(stem: str, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Append rows, each with the environment, to ``results/<stem>.jsonl``."""
-    where = environment()
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{stem}.jsonl"
+def write_rows(stem: str, rows: Sequence[Mapping[str, Any]], folder: Path = RESULTS) -> Path:
+    """Append rows, each with the environment, to ``<folder>/<stem>.jsonl``."""
+    where = environment() | {"at": datetime.now(UTC).isoformat(timespec="seconds")}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}.jsonl"
     with path.open("a") as file:
         for row in rows:
-            file.write(json.dumps({**row, **where}) + "\n")
+            file.write(json.dumps({**where, **row}) + "\n")
     return path
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns wide enough for their longest cell."""
-    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-    for line in [header, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print(table(list(header), [list(row) for row in rows]))
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every operator's benchmark takes."""
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU when there is one")
+    found.add_argument(
+        "--seconds", type=float, default=30.0, help="about how long to measure in all (default: 30)"
+    )
+    found.add_argument("--rounds", type=int, default=15, help="at most so many rounds a case (default: 15)")
+    found.add_argument("--slow-peers", action="store_true", help="also peers that compile first (GPU only)")
+    found.add_argument("--quick", action="store_true", help="tiny shapes: only whether everything runs")
+    found.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of the rows; the plot goes there too when given"
+    )
+    found.add_argument("--no-write", action="store_true", help="write neither rows nor a plot")
+    return found
+
+
+class Bench:
+    """One run of an operator's benchmark: measures cases, keeps their rows, and at its end prints and writes them.
+
+    Args:
+        stem: names the files of results.
+        options: what :func:`parser` parsed.
+        num_cases: how often :meth:`measure` will be called; the seconds are shared out among the calls.
+    """
+
+    def __init__(self, stem: str, options: argparse.Namespace, num_cases: int) -> None:
+        self.stem = stem
+        self.options = options
+        self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.slow_peers = options.slow_peers and self.device.type == "cuda"
+        self.rows: list[dict[str, Any]] = []
+        self._end = time.perf_counter() + options.seconds
+        self._cases_left = num_cases
+        torch.manual_seed(time.time_ns() % 2**31)
+        self.limits = {self.device.type: ceilings(self.device, options.quick)}
+
+    def measure(
+        self,
+        op: str,
+        mode: str,
+        shape: Mapping[str, Any],
+        providers: Mapping[str, Call],
+        *,
+        check: Check = lambda name, result: {},
+        flop: float = 0.0,
+        moved_bytes: float = 0.0,
+        device: torch.device | None = None,
+        **columns: Any,
+    ) -> None:
+        """Check and time peers that do the same work; a peer that raises is kept as missing, with its error.
+
+        Args:
+            op, mode, shape, columns: what a row says about the case.
+            check: is called with each peer's name and result before anything is timed.
+            flop: operations that the task needs, whoever does it; or
+            moved_bytes: bytes that it has to read and to write.
+            device: when it is not the benchmark's.
+        """
+        device = device or self.device
+        if device.type not in self.limits:
+            self.limits[device.type] = ceilings(device, self.options.quick)
+        limits = self.limits[device.type]
+        case = {"op": op, "mode": mode, "shape": dict(shape), "device": device.type, **columns}
+        found: dict[str, dict[str, Any]] = {}
+        for name, call in providers.items():
+            try:
+                found[name] = dict(check(name, call()))
+            except Exception as error:
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+                self.rows.append({**case, "provider": name, "missing": reason[:200]})
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        present = {name: providers[name] for name in found}
+        rounds = 2 if self.options.quick else self.options.rounds
+        timings = interleaved(present, device, rounds=rounds, seconds=self._share())
+        for name, timing in timings.items():
+            row = {**case, "provider": name}
+            row |= {key: round(value, 5) for key, value in timing._asdict().items()}
+            if flop:
+                row["tflops"] = round(flop / timing.ms / 1e9, 4)
+                row["of_matmul"] = round(flop / timing.ms / 1e9 / limits["matmul_tflops"], 4)
+            if moved_bytes:
+                row["gbps"] = round(moved_bytes / timing.ms / 1e6, 2)
+                row["of_copy"] = round(moved_bytes / timing.ms / 1e9 / limits["copy_tbps"], 4)
+            if device.type == "cuda":
+                row["peak_mb"] = round(peak_bytes(present[name]) / 1e6, 1)
+            row |= found[name]
+            self.rows.append(row | {key: round(value, 4) for key, value in limits.items()})
+
+    def _share(self) -> float:
+        left = max(self._cases_left, 1)
+        self._cases_left -= 1
+        return max(0.0, self._end - time.perf_counter()) / left
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Print and write what was measured, also when the run breaks off."""
+        for device, limits in self.limits.items():
+            print(f"{device}: " + ", ".join(f"{name} {value:.3g}" for name, value in limits.items()))
+        _print_rows(self.rows)
+        if self.options.no_write or not self.rows:
+            return
+        folder = self.options.results
+        path = write_rows(self.stem, self.rows, folder)
+        print(f"\nrows appended to {path}")
+        image = draw(path, IMAGES if folder == RESULTS else folder)
+        if image:
+            print(f"drawn: {image}")
+
+
+def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    header = ["provider", "ms", "TFLOP/s", "GB/s", "of ceiling", "peak MB", "error", "note"]
+    cases: dict[str, list[list[str]]] = {}
+    for row in rows:
+        shape = " ".join(f"{name}={value}" for name, value in row["shape"].items())
+        parts = [row["op"], row["mode"], shape, row.get("dtype", ""), row.get("renorm", ""), row["device"]]
+        limit = row.get("of_matmul", row.get("of_copy"))
+        cells = [
+            row["provider"],
+            _number(row.get("ms"), ".4g"),
+            _number(row.get("tflops"), ".4g"),
+            _number(row.get("gbps"), ".4g"),
+            _number(limit, ".1%"),
+            _number(row.get("peak_mb"), ".1f"),
+            _number(row.get("error"), ".2g"),
+            f"missing: {row['missing']}" if "missing" in row else row.get("note", ""),
+        ]
+        cases.setdefault(", ".join(part for part in parts if part), []).append(cells)
+    for title, lines in cases.items():
+        used = [i for i in range(len(header)) if any(line[i] for line in lines)]
+        print(f"\n{title}")
+        print_table([header[i] for i in used], [[line[i] for i in used] for line in lines])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

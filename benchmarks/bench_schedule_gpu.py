@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stealing on GPUs: a BAGEL of random weights a GPU, and the 512 / 768 / 1024 mix on an adverse placement.
 
-    python benchmarks/bench_schedule_gpu.py                      # all GPUs of this machine
-    python benchmarks/bench_schedule_gpu.py --layers 8 --steps 4 # a quicker look
+    python benchmarks/bench_schedule_gpu.py                              # all GPUs of this machine, within 90 s on two H200
+    python benchmarks/bench_schedule_gpu.py --layers 8 --repeats 1       # a quicker look
+    python benchmarks/bench_schedule_gpu.py --device cpu --ranks 2 --tiny  # the whole path without a GPU
 
 One process a GPU with the real stage, micro loop and plan; the coordinator serves them from this process. First each GPU
-measures a sweep, and the cost model is fitted to the first one's. Then `owner`, `steal` by whole groups and `steal` by adaptive
-units run in turn. The time that counts is from the first rank's start to the last one's end; the target is at most 1.05 of the mean
-busy time. Needs no Ray.
+measures a sweep, and the cost model is fitted to the first one's. Then `steal` by adaptive units, `owner` and `steal` by whole
+groups run in turn, as often as `--repeats` and `--budget-s` allow; the first turn is always made. The time that counts is from
+the first rank's start to the last one's end; the target is at most 1.05 of the mean busy time. Beside it stands what the
+simulator makes of the same plan with the fitted model. Rows are written to `results/schedule_gpu.jsonl` as they come, the calls
+of every schedule's last turn to `results/schedule_gpu_trace.json`. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -19,15 +22,37 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.managers import BaseManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from _bench import print_table, write_rows
+from _bench import RESULTS, print_table, write_rows
 
-SIDES = (512, 768, 1024)
 PROMPT = "a photo of a lighthouse on a rock in the evening, long exposure"
+LONG_PROMPT = " ".join([PROMPT] * 8)
+EXPECTED_TFLOPS = 550.0
+"""What an estimate supposes that a GPU does."""
+
+
+class Size(NamedTuple):
+    """A model and three canvases for it, by their sides in pixels."""
+
+    preset: str
+    sides: tuple[int, int, int]
+
+
+FULL = Size("bagel-7b-mot", (512, 768, 1024))
+TINY = Size("bagel-digits", (8, 12, 16))
+
+
+class Shape(NamedTuple):
+    """One call of the engine."""
+
+    side: int
+    steps: int
+    rows: int
+    prompt: str
 
 
 class Coordinators:
@@ -76,26 +101,39 @@ class Engine:
 
         with torch.no_grad():
             rows = self.stage.sample(request.frontier, decode=False)
-        torch.cuda.synchronize()
+        if self.stage.model.device.type == "cuda":
+            torch.cuda.synchronize()
         return request.replace_frontier(rows)
 
 
 def main() -> None:
     import torch
 
+    began = time.monotonic()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, help="fewer than the 7B model's 28")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, help="processes (default: one a GPU)")
+    parser.add_argument("--tiny", action="store_true", help="the digits model on 8 / 12 / 16 pixels instead")
+    parser.add_argument("--layers", type=int, help="fewer than the model's own")
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rows", type=int, default=8, help="siblings a group")
     parser.add_argument("--groups", type=int, default=4, help="groups a rank")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trace", type=Path, help="trace file of the last round of each schedule")
+    parser.add_argument("--repeats", type=int, default=3, help="turns at most")
+    parser.add_argument("--budget-s", type=float, default=90.0, help="no turn begins that would end later")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for rows and trace")
     arguments = parser.parse_args()
-    num_ranks = torch.cuda.device_count()
+    num_ranks = arguments.ranks or torch.cuda.device_count()
+    if arguments.device == "cuda" and not 2 <= num_ranks <= torch.cuda.device_count():
+        raise SystemExit(
+            f"this benchmark needs 2 ranks or more and a GPU for each; asked for {num_ranks}, and there are "
+            f"{torch.cuda.device_count()} GPUs; --device cpu --ranks 2 --tiny runs without"
+        )
     if num_ranks < 2:
-        raise SystemExit(f"this benchmark needs 2 GPUs or more; there are {num_ranks}")
+        raise SystemExit(f"--ranks is {num_ranks}; allowed: 2 or more")
+    say = _clock(began)
+    estimate(arguments, num_ranks, say)
     context = multiprocessing.get_context("spawn")
     with Manager(ctx=context) as manager:
         coordinators = manager.Coordinators()
@@ -103,108 +141,227 @@ def main() -> None:
         for rank in range(num_ranks):
             here, there = context.Pipe()
             context.Process(
-                target=serve, args=(rank, there, coordinators, arguments.layers), daemon=True
+                target=serve,
+                args=(rank, there, coordinators, arguments.device, size_of(arguments), arguments.layers),
+                daemon=True,
             ).start()
+            there.close()  # so that a rank that dies is an end of file here
             ranks.append(here)
         _all(ranks, ("hello",))
-        rows = run(arguments, ranks, coordinators)
+        say(f"{num_ranks} models are built")
+        run(arguments, ranks, coordinators, began, say)
         for pipe in ranks:
             pipe.send(("end",))
-    header = ["schedule", "makespan_s", "over_ideal", "idle_s", "calls", "stolen"]
-    print_table(header, [[_text(row[h]) for h in header] for row in rows])
-    write_rows("schedule_gpu", rows)
 
 
-def run(arguments: argparse.Namespace, ranks: Sequence[Any], coordinators: Any) -> list[dict[str, Any]]:
+def run(
+    arguments: argparse.Namespace,
+    ranks: Sequence[Any],
+    coordinators: Any,
+    began: float,
+    say: Callable[[str], None],
+) -> None:
     from unirl.schedule.cost import TokenCount
     from unirl.schedule.fit import fit_cost
     from unirl.schedule.plan import RolloutPlan
     from unirl.schedule.timeline import CallTimeline, chrome_trace
 
-    shapes = [
-        (side, steps, count, prompt)
-        for side in SIDES
-        for steps in (2, arguments.steps)
-        for count in sorted({1, arguments.rows})
-        for prompt in (PROMPT, " ".join([PROMPT] * 8))
-    ]
+    shapes = sweep_shapes(arguments)
     sweeps = _all(ranks, ("sweep", shapes))  # on all, so that all are warm
+    say(f"swept {len(shapes)} shapes")
+    size, layers = size_of(arguments), layers_of(arguments)
+    common = {"ranks": len(ranks), "preset": size.preset, "layers": layers}
+    measured = [
+        {
+            "part": "sweep",
+            **shape._asdict(),
+            "prompt": len(shape.prompt),
+            "rank_seconds": [points[index].seconds for points in sweeps],
+            "tflops": tflop(size, layers, shape) / sweeps[0][index].seconds,
+            **common,
+        }
+        for index, shape in enumerate(shapes)
+    ]
+    header = ["side", "steps", "rows", "prompt", "rank_seconds", "tflops"]
+    print_table(header, [[_text(row[h]) for h in header] for row in measured])
+    write_rows("schedule_gpu", measured, arguments.out)
     report = fit_cost(sweeps[0])
-    print(report.summary(), flush=True)
-    print("cost:", json.dumps(report.model.to_config()), flush=True)
+    print(report.summary())
+    say(f"cost: {json.dumps(report.model.to_config())}")
     groups = placement(len(ranks), arguments)
+    model = report.model
     variants = {
-        "owner": RolloutPlan(groups, len(ranks), "owner", report.model, arguments.rows),
-        "steal, whole groups": RolloutPlan(groups, len(ranks), "steal", TokenCount(), arguments.rows),
         "steal, adaptive units": RolloutPlan(
-            groups, len(ranks), "steal", report.model, arguments.rows, packs_groups=True
+            groups, len(ranks), "steal", model, arguments.rows, packs_groups=True
         ),
+        "owner": RolloutPlan(groups, len(ranks), "owner", model, arguments.rows),
+        "steal, whole groups": RolloutPlan(groups, len(ranks), "steal", TokenCount(), arguments.rows),
     }
-    timelines: dict[str, list[CallTimeline]] = {name: [] for name in variants}
-    for _ in range(arguments.repeats):
+    last: dict[str, CallTimeline] = {}
+    rows: list[dict[str, Any]] = []
+    for turn in range(arguments.repeats):
+        turn_began = time.monotonic()
         for name, plan in variants.items():
             coordinators.open(plan)
             begin = time.time() + 0.2  # all start together
             done = _all(ranks, ("share", plan, arguments.steps, begin))
             calls = tuple(call for of_rank, _ in done for call in of_rank)
-            timelines[name].append(CallTimeline(calls, len(ranks), sum(stolen for _, stolen in done)))
-    if arguments.trace is not None:
-        arguments.trace.write_text(json.dumps(chrome_trace([(n, t[-1]) for n, t in timelines.items()])))
-    return [
-        {
-            "schedule": name,
-            "gpus": len(ranks),
-            "layers": arguments.layers,
-            "steps": arguments.steps,
-            "rows": arguments.rows,
-            "makespan_s": statistics.median(t.makespan for t in found),
-            "over_ideal": statistics.median(t.tail_ratio for t in found),
-            "idle_s": statistics.median(sum(t.idle) / len(ranks) for t in found),
-            "calls": statistics.median(len(t.calls) for t in found),
-            "stolen": statistics.median(t.num_stolen_units for t in found),
-            "fit_r_squared": report.r_squared,
-            "fit_worst_error": report.worst_error,
-        }
-        for name, found in timelines.items()
+            last[name] = timeline = CallTimeline(calls, len(ranks), sum(stolen for _, stolen in done))
+            simulated = simulated_timeline(plan, model)
+            rows.append(
+                {
+                    "part": "rollout",
+                    "schedule": name,
+                    "turn": turn,
+                    "makespan_s": timeline.makespan,
+                    "over_ideal": timeline.tail_ratio,
+                    "busy_s": timeline.busy,
+                    "calls": len(timeline.calls),
+                    "stolen": timeline.num_stolen_units,
+                    "simulated_makespan_s": simulated.makespan,
+                    "simulated_over_ideal": simulated.tail_ratio,
+                    "steps": arguments.steps,
+                    "rows": arguments.rows,
+                    "fit_r_squared": report.r_squared,
+                    "fit_worst_error": report.worst_error,
+                    **common,
+                }
+            )
+            write_rows("schedule_gpu", rows[-1:], arguments.out)
+            trace = chrome_trace(list(last.items()))
+            (arguments.out / "schedule_gpu_trace.json").write_text(json.dumps(trace))
+            say(f"turn {turn}, {name}: {timeline.makespan:.3f} s, {timeline.tail_ratio:.3f} of the ideal")
+        turn_s = time.monotonic() - turn_began
+        if time.monotonic() - began + turn_s > arguments.budget_s:
+            say(f"another turn of {turn_s:.0f} s would not fit into --budget-s {arguments.budget_s:g}")
+            break
+    header = ["makespan_s", "over_ideal", "simulated_makespan_s", "simulated_over_ideal", "calls", "stolen"]
+    medians = [
+        [name, *(_text(statistics.median(row[h] for row in rows if row["schedule"] == name)) for h in header)]
+        for name in variants
     ]
+    print_table(["schedule", *header], medians)
+
+
+def simulated_timeline(plan: Any, model: Any) -> Any:
+    """The plan on ranks that take exactly what the model says."""
+    from unirl.schedule.policies import POLICIES
+    from unirl.schedule.simulate import simulate
+
+    table = plan.unit_table()
+
+    def seconds(assignment: Any) -> float:
+        units = [table.units[unit_id] for unit_id in assignment.unit_ids]
+        affine = [model.affine(table.groups[unit.group].workload) for unit in units]
+        per_row = sum(unit.num_rows * row for unit, (row, _) in zip(units, affine, strict=True))
+        return per_row + max(call for _, call in affine)
+
+    packing = plan.coordinator().packing
+    policy = POLICIES[plan.schedule]()
+    return simulate(table, plan.num_ranks, policy, packing=packing, duration=seconds).calls(table)
 
 
 def placement(num_ranks: int, arguments: argparse.Namespace) -> tuple[Any, ...]:
-    """The first rank has two groups at 1024 and the rest at 768; the others have 512 alone."""
-    from unirl.schedule.units import Group, Workload
+    """The first rank has two groups at the largest canvas and the rest at the next; the others have the smallest alone."""
+    from unirl.schedule.units import Group
 
+    small, middle, large = size_of(arguments).sides
     groups = []
     for rank in range(num_ranks):
         for index in range(arguments.groups):
-            side = (1024 if index < 2 else 768) if rank == 0 else 512
+            side = (large if index < 2 else middle) if rank == 0 else small
             name = f"r0.p{len(groups)}"
             ids = tuple(f"{name}/{row}" for row in range(arguments.rows))
-            groups.append(
-                Group(name, ids, Workload((side // 16) ** 2, arguments.steps, 1, len(PROMPT) + 2), rank)
-            )
+            workload = workload_of(size_of(arguments), Shape(side, arguments.steps, 1, PROMPT))
+            groups.append(Group(name, ids, workload, rank))
     return tuple(groups)
+
+
+# ---- sizes and estimates
+
+
+def size_of(arguments: argparse.Namespace) -> Size:
+    return TINY if arguments.tiny else FULL
+
+
+def layers_of(arguments: argparse.Namespace) -> int:
+    from unirl.models.bagel import preset
+
+    return arguments.layers or preset(size_of(arguments).preset).language.num_hidden_layers
+
+
+def sweep_shapes(arguments: argparse.Namespace) -> list[Shape]:
+    """Canvases, rows and steps crossed, and a long prompt: what tells the terms of the model apart."""
+    sides = size_of(arguments).sides
+    steps = sorted({max(1, arguments.steps // 2), max(2, arguments.steps)})
+    crossed = [Shape(side, s, rows, PROMPT) for side in sides for rows in (1, 3) for s in steps]
+    return crossed + [Shape(side, steps[-1], 1, LONG_PROMPT) for side in sides]
+
+
+SWEEP_CALLS = 3
+"""Of each shape; the first, which compiles and allocates, does not count."""
+
+
+def workload_of(size: Size, shape: Shape) -> Any:
+    from unirl.models.bagel import preset
+    from unirl.schedule.units import Workload
+
+    tokens = (shape.side // preset(size.preset).pixel_stride) ** 2
+    return Workload(tokens, shape.steps, 1, len(shape.prompt) + 2)  # a byte a token, bos and eos
+
+
+def tflop(size: Size, layers: int, shape: Shape) -> float:
+    """Of one call's denoising: the linear layers that a latent token goes through, and its attention."""
+    from unirl.models.bagel import preset
+
+    language = preset(size.preset).language
+    work = workload_of(size, shape)
+    width, heads = language.hidden_size, language.num_key_value_heads * language.head_dim
+    weights = 2 * width * width + 2 * width * heads + 3 * width * language.intermediate_size
+    a_token = 2 * weights + 4 * width * (work.tokens + 2 + work.prefix_tokens)
+    return layers * a_token * work.tokens * shape.rows * shape.steps / 1e12
+
+
+def estimate(arguments: argparse.Namespace, num_ranks: int, say: Callable[[str], None]) -> None:
+    """Says what each phase will take, where a GPU does `EXPECTED_TFLOPS`."""
+    size, layers = size_of(arguments), layers_of(arguments)
+    swept = sum(tflop(size, layers, shape) for shape in sweep_shapes(arguments)) * SWEEP_CALLS
+    owned = [0.0] * num_ranks
+    for group in placement(num_ranks, arguments):
+        side = round(group.workload.tokens**0.5)
+        side *= size.sides[0] // round(workload_of(size, Shape(size.sides[0], 1, 1, "")).tokens ** 0.5)
+        owned[group.owner] += tflop(size, layers, Shape(side, arguments.steps, arguments.rows, PROMPT))
+    ideal = sum(owned) / num_ranks
+    say(
+        f"expected at {EXPECTED_TFLOPS:g} TFLOP/s: sweep {swept / EXPECTED_TFLOPS:.1f} s; a turn "
+        f"{(max(owned) + 2 * ideal) / EXPECTED_TFLOPS:.1f} s (owner {max(owned) / EXPECTED_TFLOPS:.1f}, ideal "
+        f"{ideal / EXPECTED_TFLOPS:.1f}); {size.preset}, {layers} layers"
+    )
 
 
 # ---- a rank
 
 
-def serve(rank: int, pipe: Any, coordinators: Any, layers: int | None) -> None:
+def serve(rank: int, pipe: Any, coordinators: Any, device: str, size: Size, layers: int | None) -> None:
     """Answers requests of the main process until it says `end`."""
     import torch
 
     from unirl.reward.stack import RewardStack
 
-    torch.cuda.set_device(rank)
-    stack = RewardStack(Engine(build_stage(layers)), {}, micro_batch_size=1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    stack = RewardStack(Engine(build_stage(device, size, layers)), {}, micro_batch_size=1)
     while (message := pipe.recv())[0] != "end":
         kind, *rest = message
         if kind == "sweep":
-            pipe.send(sweep(stack, *rest))
+            pipe.send(sweep(stack, size, *rest))
         elif kind == "share":
             plan, steps, begin = rest
-            request = request_of(
-                [(g.row_ids, round(g.workload.tokens**0.5) * 16, PROMPT) for g in plan.groups], steps
-            )
+            stride = stack.engine.stage.pixel_stride
+            groups = [(g.row_ids, round(g.workload.tokens**0.5) * stride, PROMPT) for g in plan.groups]
+            request = request_of(size, groups, steps)
             time.sleep(max(0.0, begin - time.time()))
             done = stack.run_share(request, plan, rank, coordinators if plan.needs_coordinator else None)
             pipe.send((done.calls, done.num_stolen_units))
@@ -212,34 +369,35 @@ def serve(rank: int, pipe: Any, coordinators: Any, layers: int | None) -> None:
             pipe.send(kind)
 
 
-def sweep(stack: Any, shapes: Sequence[tuple[int, int, int, str]]) -> list[Any]:
-    """Median seconds of each shape, as measurements."""
+def sweep(stack: Any, size: Size, shapes: Sequence[Shape]) -> list[Any]:
+    """Median seconds of each shape, as measurements; turns go round all shapes, so that a clock that drifts does so for all."""
     from unirl.schedule.fit import Measurement
-    from unirl.schedule.units import Workload
 
-    points = []
-    for side, steps, count, prompt in shapes:
-        ids = tuple(f"r1.p0/{row}" for row in range(count))
-        request = request_of([(ids, side, prompt)], steps)
-        times = []
-        for _ in range(4):
+    requests = [
+        request_of(size, [(tuple(f"r1.p0/{row}" for row in range(s.rows)), s.side, s.prompt)], s.steps)
+        for s in shapes
+    ]
+    times: list[list[float]] = [[] for _ in shapes]
+    for _ in range(SWEEP_CALLS):
+        for request, of_shape in zip(requests, times, strict=True):
             begin = time.perf_counter()
             stack.engine.generate(request)
-            times.append(time.perf_counter() - begin)
-        workload = Workload((side // 16) ** 2, steps, 1, len(prompt) + 2)  # a byte a token, bos and eos
-        points.append(Measurement(workload, count, statistics.median(times[1:])))
-    return points
+            of_shape.append(time.perf_counter() - begin)
+    return [
+        Measurement(workload_of(size, shape), shape.rows, statistics.median(of_shape[1:]))
+        for shape, of_shape in zip(shapes, times, strict=True)
+    ]
 
 
-def request_of(groups: Sequence[tuple[tuple[str, ...], int, str]], steps: int) -> Any:
+def request_of(size: Size, groups: Sequence[tuple[tuple[str, ...], int, str]], steps: int) -> Any:
     """Rows of given ids, side and prompt."""
     import torch
 
     from unirl.types import NoiseRecipe, Part, Sample, SamplingParams
 
     params = SamplingParams(
-        height=max(SIDES),
-        width=max(SIDES),
+        height=max(size.sides),
+        width=max(size.sides),
         num_inference_steps=steps,
         eta=0.7,
         rule="flow",
@@ -260,22 +418,26 @@ def request_of(groups: Sequence[tuple[tuple[str, ...], int, str]], steps: int) -
     )
 
 
-def build_stage(layers: int | None) -> Any:
-    """A BAGEL of the public dimensions with random weights, in bfloat16 on this process's GPU."""
+def build_stage(device: str, size: Size, layers: int | None) -> Any:
+    """A BAGEL of the preset's dimensions with random weights, in bfloat16 on this process's device."""
     import torch
 
     from unirl.models.bagel import Bagel, BagelStage, preset
+    from unirl.models.bagel.layers import PositionEmbedding
     from unirl.models.bagel.tokenizer import ByteTokenizer
 
-    config = preset("bagel-7b-mot")
+    config = preset(size.preset)
     if layers is not None:
         config = config.replace(language=dataclasses.replace(config.language, num_hidden_layers=layers))
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device("meta"):
         model = Bagel(config).eval().requires_grad_(False).to(torch.bfloat16)
+    model.to_empty(device=device)
     for name, weight in model.named_parameters():  # on the GPU: on the host it would take minutes
-        if "pos_embed" not in name:
-            torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else weight.fill_("norm" in name)
+        torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else weight.fill_(float("norm" in name))
+    for module in model.modules():
+        if isinstance(module, PositionEmbedding):
+            module.reset_parameters()
     return BagelStage(model, codec=None, tokenizer=ByteTokenizer())
 
 
@@ -283,10 +445,25 @@ def _all(ranks: Sequence[Any], message: tuple[Any, ...]) -> list[Any]:
     """Asks every rank and waits for all answers."""
     for pipe in ranks:
         pipe.send(message)
-    return [pipe.recv() for pipe in ranks]
+    answers = []
+    for rank, pipe in enumerate(ranks):
+        try:
+            answers.append(pipe.recv())
+        except EOFError:
+            raise SystemExit(f"rank {rank} died; what it said stands above") from None
+    return answers
+
+
+def _clock(began: float) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
+
+    return say
 
 
 def _text(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
