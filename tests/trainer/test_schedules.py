@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,22 @@ def test_a_run_whose_rollout_worker_dies_under_a_schedule_trains_the_same_weight
     assert list((tmp_path / "once").iterdir())
     assert_same_run(run, unscheduled)
     assert metrics(run)[-1][counted] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind a process to cores")
+def test_workers_bound_to_cores_of_their_own_train_the_same_weights(
+    ray_cluster: None, random_base: Path, tmp_path: Path
+) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        pytest.skip("two cores are needed")
+    changes = {**MIXED, "num_devices": 2, "train_fraction": 0.5, "reward_stack__schedule": "steal"}
+    free, bound = (
+        DiffusionTrainer(recipe(random_base, tmp_path / name, **changes, pin_workers=pinned)).run()
+        for name, pinned in (("free", False), ("bound", True))
+    )
+    assert_same_run(bound, free)
+    logs = [log.read_text() for log in (bound / "logs").glob("*.log")]
+    cores = [re.findall(r"^bound to cores (.*)$", log, re.MULTILINE) for log in logs]
+    assert sorted(cores) == [[str(core)] for core in usable[:2]]

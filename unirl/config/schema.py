@@ -235,6 +235,7 @@ class RunConfig:
     num_nodes: int = 1
     train_fraction: float = 0.5
     threads_per_worker: int = 1
+    pin_workers: bool = False
     ray_address: str | None = None
     max_worker_restarts: int = 0
     worker_timeout_s: float = 1800.0

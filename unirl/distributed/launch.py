@@ -63,7 +63,8 @@ def _member(config: RunConfig, placement: Placement, index: int, num_train: int,
     def start() -> Any:
         generates = config.layout == "colocate" or not trains
         actor = as_actor(Worker).options(**placement.options(index))
-        return actor.remote(config, rank, log.stem, str(log), trains=trains, generates=generates)
+        place = placement.place(index)
+        return actor.remote(config, rank, log.stem, str(log), place, trains=trains, generates=generates)
 
     return Member(name, log, start)
 

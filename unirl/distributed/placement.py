@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from unirl.config import RunConfig
 from unirl.distributed import failpoints
 from unirl.distributed.cluster import Devices, ask_at_the_end, refusal
+from unirl.distributed.pinning import check_pinning
 
 RESERVE_TIMEOUT_S = 10.0
 """What another job that is just ending may take to give its devices back."""
@@ -32,6 +33,10 @@ class Placement:
         self._devices = devices
         self._group = group
         self._bundle_of = [bundle for bundle, share in enumerate(shares) for _ in range(share)]
+
+    def place(self, index: int) -> int:
+        """The number of worker `index` among those on its node."""
+        return index - self._bundle_of.index(self._bundle_of[index])
 
     def options(self, index: int) -> dict[str, Any]:
         """Ray actor options that put worker `index` where it belongs."""
@@ -52,6 +57,7 @@ class Placement:
 @contextmanager
 def placed(config: RunConfig, devices: Devices) -> Iterator[Placement]:
     """Reserves the devices, and gives them back on the way out. Raises `ClusterRefusal` when they are not to be had."""
+    check_pinning(config, devices)
     shares = node_shares(config, devices)
     group = placement_group([_bundle(config, devices, share) for share in shares], strategy="STRICT_SPREAD")
     try:

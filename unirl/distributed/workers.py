@@ -14,6 +14,7 @@ from unirl.distributed.collective import join_group, open_store
 from unirl.distributed.coordinator import Share
 from unirl.distributed.models import build_model
 from unirl.distributed.payload import SegmentPayload, pack_segment, unpack_segment
+from unirl.distributed.pinning import pin_process
 from unirl.distributed.process import WatchedProcess
 from unirl.distributed.sides import RolloutSide, TrainSide
 from unirl.progress import reached
@@ -27,16 +28,17 @@ from unirl.types import LatentSegment, Part, Sample
 class Worker(WatchedProcess):
     """One rank of a slab: a training side, a rollout side, or both on one model (colocated).
 
-    `who` is its name for tests of crashes, `log` where its output goes.
+    `who` is its name for tests of crashes, `log` where its output goes, `place` its number among the workers of its node.
     """
 
     def __init__(
-        self, config: RunConfig, rank: int, who: str, log: str, *, trains: bool, generates: bool
+        self, config: RunConfig, rank: int, who: str, log: str, place: int, *, trains: bool, generates: bool
     ) -> None:
         self.begin(who, log)
         torch.set_num_threads(config.threads_per_worker)
         self._config = config
         self._rank = rank
+        self._place = place
         self._trains = trains
         self._generates = generates
         self._store: Any = None
@@ -55,6 +57,8 @@ class Worker(WatchedProcess):
     def build(self, store_address: tuple[str, int] | None, world_size: int) -> None:
         """Builds the model and the sides. Ranks of the training slab meet at `store_address`."""
         reached("build")
+        if self._config.pin_workers:
+            print("bound to cores", *pin_process(self._place, self._config.threads_per_worker))
         model, stage = build_model(self._config, rollout_only=not self._trains)
         if self._trains:
             collective = join_group(
