@@ -3,9 +3,11 @@
 #
 #   make demo          train the digits recipe asynchronously and write a report (a few minutes)
 #   make test          the quick tests            make test-slow   the others that need no GPU
-#   make lint          style, layers, types       make bench       the benchmarks
+#   make lint          style, layers, types       make bench       the operators against their peers
+#   make bench-loops   whole runs: learning, overlap, hand-over, soak, parity (an hour or more)
 #
 #   TORCH=...          which torch to install: a requirement or the path of a wheel (default: torch==2.13.0)
+#   BENCH=...          options of each operator's benchmark (default: --seconds 30; --slow-peers adds compiled ones)
 #   PYTHON=...         the interpreter that .venv is made from (default: python3, 3.11 or newer)
 
 SHELL := /bin/bash
@@ -29,7 +31,11 @@ TEST_WORKERS ?= 2
 PURE := unirl/types unirl/sde unirl/schedule unirl/config unirl/parity unirl/metrics \
 	unirl/protocols.py unirl/rollout/async_runtime.py
 
-.PHONY: help install demo test test-slow lint bench clean
+OPERATORS := sibling_prefix_attention packing digest flow guidance
+LOOPS := digits_learning async_overlap handover schedule storage soak
+BENCH ?= --seconds 30
+
+.PHONY: help install demo test test-slow lint bench bench-loops clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,7 +66,11 @@ lint: $(STAMP)
 	$(BIN)/mypy $(PURE)
 
 bench: $(STAMP)
-	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	for stem in $(OPERATORS); do echo "== $$stem"; $(BIN)/python benchmarks/bench_$$stem.py $(BENCH); done
+
+bench-loops: $(STAMP)
+	for stem in $(LOOPS); do echo "== $$stem"; $(BIN)/python benchmarks/bench_$$stem.py; done
+	for what in overhead bitwise; do echo "== parity $$what"; $(BIN)/python benchmarks/bench_parity.py $$what; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache

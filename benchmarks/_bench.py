@@ -255,17 +255,17 @@ class Bench:
         timings = interleaved(present, device, rounds=rounds, seconds=self._share())
         for name, timing in timings.items():
             row = {**case, "provider": name}
-            row |= {key: round(value, 5) for key, value in timing._asdict().items()}
+            row |= timing._asdict()
             if flop:
-                row["tflops"] = round(flop / timing.ms / 1e9, 4)
-                row["of_matmul"] = round(flop / timing.ms / 1e9 / limits["matmul_tflops"], 4)
+                row["tflops"] = flop / timing.ms / 1e9
+                row["of_matmul"] = row["tflops"] / limits["matmul_tflops"]
             if moved_bytes:
-                row["gbps"] = round(moved_bytes / timing.ms / 1e6, 2)
-                row["of_copy"] = round(moved_bytes / timing.ms / 1e9 / limits["copy_tbps"], 4)
+                row["gbps"] = moved_bytes / timing.ms / 1e6
+                row["of_copy"] = row["gbps"] / 1e3 / limits["copy_tbps"]
             if device.type == "cuda":
-                row["peak_mb"] = round(peak_bytes(present[name]) / 1e6, 1)
-            row |= found[name]
-            self.rows.append(row | {key: round(value, 4) for key, value in limits.items()})
+                row["peak_mb"] = peak_bytes(present[name]) / 1e6
+            row |= found[name] | limits
+            self.rows.append({key: _shortened(value) for key, value in row.items()})
 
     def _share(self) -> float:
         left = max(self._cases_left, 1)
@@ -293,6 +293,11 @@ class Bench:
         image = draw(path, IMAGES if folder == RESULTS else folder)
         if image:
             print(f"drawn: {image}")
+
+
+def _shortened(value: Any) -> Any:
+    """A number to five digits."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,36 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a shared prefix against its peers: forward, forward and backward, peak memory, error.
 
-    python benchmarks/bench_sibling_prefix_attention.py [--quick] [--no-flex] [--no-write]
+    python benchmarks/bench_sibling_prefix_attention.py [--slow-peers] [--seconds 30] [--quick] [--results FOLDER]
 
-FLOP are counted as 4 N Hq L (P + L) D forward and 2.5 times that backward, whoever computes them. "joined" peers get keys
-and values that are already concatenated, "+ cat" peers build them in the timed call, as a model without this operator does.
+FLOP are counted as 4 N Hq L (P + L) D forward and 2.5 times that backward, whoever computes them. How a peer gets its keys and
+values: "joined", already concatenated; "+ cat", built in the timed call, as a model without this operator does; "+ own rows
+copied", a buffer for every sibling that keeps the prefix, so that a step copies its own rows in; "one call a sibling", each with
+its own concatenation. Ours: "packed buffer" (`SiblingKV`, nothing is moved) or "five tensors".
+
+"error" is relative to float64: forward, 64 queries of the last row, all heads; with backward, the gradients of query, key and value
+of the last row and its first key head. `--slow-peers` adds FlexAttention, which compiles for long.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _bench import ceilings, interleaved, peak_bytes, print_table, write_rows
+from _bench import Bench, Call, parser
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unirl.ops import SiblingKV, available_attention_backends, sibling_prefix_attention
 
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 28, 4, 128
-SHAPES = [(16, 1026, 64), (16, 4098, 64), (16, 1026, 2400), (8, 4098, 9000)]
-Call = Callable[[], object]
+SHAPES = {
+    "cuda": ([(16, 1026, 64), (16, 4098, 64), (16, 1026, 2400), (8, 4098, 9000)], torch.bfloat16),
+    "cpu": ([(4, 258, 64), (4, 130, 300)], torch.float32),
+}
+QUICK = [(2, 18, 7)]
+SDPA = {
+    "cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION},
+    "cpu": {"flash": SDPBackend.FLASH_ATTENTION},
+}
+CHECKED_QUERIES = 64
+CHUNK_QUERIES = 512
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Problem:
     """One group of N siblings: token-major tensors, as projections leave them."""
 
-    def __init__(self, num_rows: int, length: int, prefix: int) -> None:
-        self.shape = (num_rows, length, prefix)
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        num_rows, length, prefix = shape
+        self.shape = shape
         self.buffer = SiblingKV(
             num_groups=1,
             siblings=num_rows,
@@ -38,26 +55,31 @@ class Problem:
             own_length=length,
             num_key_heads=KEY_HEADS,
             head_size=HEAD_SIZE,
-            dtype=torch.bfloat16,
-            device="cuda",
+            dtype=dtype,
+            device=device,
         )
         self.buffer.storage.normal_()
-        self.query = self._random(num_rows, length, QUERY_HEADS)
-        self.grad_out = self._random(num_rows, length, QUERY_HEADS)
-        buffer = self.buffer
-        in_place = (buffer.key, buffer.value, buffer.prefix_key, buffer.prefix_value)
-        self.separate = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in in_place)
-        self.leaves = [tensor.detach().clone().requires_grad_() for tensor in (self.query, *self.separate)]
-        self.joined = join(*self.separate)
 
-    @staticmethod
-    def _random(num_rows: int, length: int, heads: int) -> Tensor:
-        values = torch.randn(num_rows, length, heads, HEAD_SIZE, device="cuda").bfloat16()
-        return values.transpose(1, 2)
+        def random_queries() -> Tensor:
+            values = torch.randn(num_rows, length, QUERY_HEADS, HEAD_SIZE, device=device)
+            return values.to(dtype).transpose(1, 2)
+
+        self.query, self.grad_out = random_queries(), random_queries()
+        buffer = self.buffer
+        self.in_place = (buffer.key, buffer.value, buffer.prefix_key, buffer.prefix_value)
+        self.separate = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in self.in_place)
+        self.leaves = leaves(self.query, *self.separate)
+        self.packed_leaves = leaves(self.query, *self.in_place)
+        self.joined = join(*self.separate)
 
     def flop(self) -> int:
         num_rows, length, prefix = self.shape
         return 4 * num_rows * QUERY_HEADS * length * (prefix + length) * HEAD_SIZE
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    """The same memory as the beginning of a graph."""
+    return [tensor.detach().requires_grad_() for tensor in tensors]
 
 
 def join(key: Tensor, value: Tensor, prefix_key: Tensor, prefix_value: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,145 +97,169 @@ def sdpa(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tens
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
-def forward_providers(problem: Problem, with_flex: bool) -> dict[str, Call]:
-    query, separate, joined = problem.query, problem.separate, problem.joined
-    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
-    providers: dict[str, Call] = {
-        "ours, packed buffer": lambda: problem.buffer.attend(query),
-        "ours, five tensors": lambda: sibling_prefix_attention(query, *separate),
-        "cuDNN, joined": lambda: sdpa(cudnn, query, *joined),
-        "cuDNN + cat": lambda: sdpa(cudnn, query, *join(*separate)),
-        "cuDNN, one call a sibling": lambda: [
-            sdpa(
-                cudnn, query[i : i + 1], *join(separate[0][i : i + 1], separate[1][i : i + 1], *separate[2:])
-            )
-            for i in range(problem.shape[0])
-        ],
-        "flash, joined": lambda: sdpa(flash, query, *joined),
-    }
-    if "triton" in available_attention_backends("cuda"):
-        providers["ours, Triton"] = lambda: problem.buffer.attend(query, backend="triton")
-    if importlib.util.find_spec("fa3_fwd_interface") is not None:
+def one_by_one(attend: Attend, query: Tensor, key: Tensor, value: Tensor, *prefix: Tensor) -> Tensor:
+    """One call a sibling."""
+    rows = range(query.shape[0])
+    return torch.cat(
+        [attend(query[i : i + 1], *join(key[i : i + 1], value[i : i + 1], *prefix)) for i in rows]
+    )
+
+
+def stock_peers(device: torch.device, slow: bool) -> tuple[dict[str, Attend], dict[str, Attend]]:
+    """Attention over joined keys and values: (differentiable ones, those with a forward only)."""
+    both: dict[str, Attend] = {name: partial(sdpa, backend) for name, backend in SDPA[device.type].items()}
+    forward_only: dict[str, Attend] = {}
+    if device.type == "cuda" and importlib.util.find_spec("fa3_fwd_interface") is not None:
         from fa3_fwd_interface import flash_attn_func
 
-        tokens = [tensor.transpose(1, 2) for tensor in (query, *joined)]
-        providers["FlashAttention-3, joined"] = lambda: flash_attn_func(*tokens)
-        providers["FlashAttention-3 + cat"] = lambda: flash_attn_func(
-            tokens[0], *(tensor.transpose(1, 2) for tensor in join(*separate))
-        )
-    if with_flex and (flex := flex_provider(problem)):
-        providers["FlexAttention, joined"] = flex
-    return providers
+        def flash_attention_3(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            result = flash_attn_func(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+            return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+
+        forward_only["FlashAttention-3"] = flash_attention_3
+    if slow:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        compiled = torch.compile(flex_attention, dynamic=False)
+        both["FlexAttention"] = partial(compiled, enable_gqa=True)
+    return both, forward_only
 
 
-def flex_provider(problem: Problem) -> Call | None:
-    """FlexAttention compiled, or ``None`` where it does not compile."""
-    from torch.nn.attention.flex_attention import flex_attention
+def persistent(problem: Problem, attend: Attend) -> Call:
+    """A joined buffer that lives on: a step copies its own rows behind the prefix."""
+    key, value = (tensor.clone() for tensor in problem.joined)
+    prefix = problem.shape[2]
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    def call() -> Tensor:
+        key[:, :, prefix:].copy_(problem.separate[0])
+        value[:, :, prefix:].copy_(problem.separate[1])
+        return attend(problem.query, key, value)
 
-    def call() -> object:
-        return compiled(problem.query, *problem.joined, enable_gqa=True)
-
-    try:
-        call()
-    except Exception as error:
-        print(f"FlexAttention left out: {str(error).splitlines()[0]}")
-        return None
     return call
 
 
-def training_providers(problem: Problem) -> dict[str, Call]:
-    separate, leaves = problem.leaves[1:], problem.leaves
-
-    def gradients(attend: Callable[[], Tensor]) -> Call:
-        return lambda: torch.autograd.grad(attend(), leaves, problem.grad_out)
-
-    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
-    providers = {
-        "ours": gradients(lambda: sibling_prefix_attention(*leaves)),
-        "cuDNN + cat": gradients(lambda: sdpa(cudnn, leaves[0], *join(*separate))),
-        "flash + cat": gradients(lambda: sdpa(flash, leaves[0], *join(*separate))),
+def forward_providers(problem: Problem, peers: dict[str, Attend], first: str) -> dict[str, Call]:
+    """Ours with every kernel, and the peers; ``first`` also with one call a sibling."""
+    query, separate = problem.query, problem.separate
+    providers: dict[str, Call] = {
+        "ours, packed buffer": lambda: problem.buffer.attend(query),
+        "ours, five tensors": lambda: sibling_prefix_attention(query, *separate),
     }
-    for name in available_attention_backends("cuda"):
-        if name not in ("reference", available_attention_backends("cuda")[0]):
-            providers[f"ours, {name}"] = gradients(
-                lambda name=name: sibling_prefix_attention(*leaves, backend=name)
-            )
+    for name in other_kernels(query.device):
+        providers[f"ours, {name}"] = lambda name=name: problem.buffer.attend(query, backend=name)
+    for name, attend in peers.items():
+        providers[f"{name}, joined"] = lambda attend=attend: attend(query, *problem.joined)
+        providers[f"{name} + cat"] = lambda attend=attend: attend(query, *join(*separate))
+    providers[f"{first} + own rows copied"] = persistent(problem, peers[first])
+    providers[f"{first}, one call a sibling"] = lambda: one_by_one(peers[first], query, *separate)
     return providers
 
 
-def exact(problem: Problem, row: int, tokens: int = 64) -> Tensor:
-    """The first ``tokens`` queries of one sibling in float64."""
-    keys, values = (tensor[row].double() for tensor in problem.joined)
+def training_providers(problem: Problem, peers: dict[str, Attend], first: str) -> dict[str, Call]:
+    def gradients(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
+        return lambda: torch.autograd.grad(attend(*inputs), inputs, problem.grad_out)
+
+    def with_cat(attend: Attend, query: Tensor, *separate: Tensor) -> Tensor:
+        return attend(query, *join(*separate))
+
+    providers = {
+        "ours, packed buffer": gradients(sibling_prefix_attention, problem.packed_leaves),
+        "ours, five tensors": gradients(sibling_prefix_attention, problem.leaves),
+    }
+    for name in other_kernels(problem.query.device):
+        attend = partial(sibling_prefix_attention, backend=name)
+        providers[f"ours, {name}"] = gradients(attend, problem.leaves)
+    for name, attend in peers.items():
+        providers[f"{name} + cat"] = gradients(partial(with_cat, attend), problem.leaves)
+    providers[f"{first}, one call a sibling"] = gradients(partial(one_by_one, peers[first]), problem.leaves)
+    return providers
+
+
+def other_kernels(device: torch.device) -> list[str]:
+    """Our kernels beside the preferred one, without the plain PyTorch evaluation."""
+    return [name for name in available_attention_backends(device)[1:] if name != "reference"]
+
+
+def exact_outputs(problem: Problem) -> Tensor:
+    """The first queries of the last row in float64, ``[Hq, tokens, D]``."""
+    keys, values = (tensor[-1].double() for tensor in problem.joined)
     ratio = QUERY_HEADS // KEY_HEADS
-    logits = problem.query[row, :, :tokens].double() @ keys.repeat_interleave(ratio, 0).transpose(1, 2)
+    query = problem.query[-1, :, :CHECKED_QUERIES].double()
+    logits = query @ keys.repeat_interleave(ratio, 0).transpose(1, 2)
     return torch.softmax(logits * HEAD_SIZE**-0.5, -1) @ values.repeat_interleave(ratio, 0)
 
 
-def error(problem: Problem, call: Call) -> float | None:
-    """Relative error of a forward against float64 on part of the last row; ``None`` for peers that return lists."""
-    result = call()
-    result = result[0] if isinstance(result, tuple) else result
-    if not isinstance(result, Tensor):
-        return None
-    if result.shape != problem.query.shape:
-        result = result.transpose(1, 2)
-    wanted = exact(problem, problem.shape[0] - 1)
-    got = result[-1, :, : wanted.shape[1]].double()
-    return float((got - wanted).norm() / wanted.norm())
+def exact_gradients(problem: Problem) -> list[Tensor]:
+    """Of query, key and value of the last row, first key head, in float64; a chunk of queries at a time."""
+    ratio = QUERY_HEADS // KEY_HEADS
+    query, upstream = (tensor[-1, :ratio].double() for tensor in (problem.query, problem.grad_out))
+    key, value = leaves(*(tensor[-1, 0].double() for tensor in problem.joined))
+    totals = [torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)]
+    for start in range(0, query.shape[1], CHUNK_QUERIES):
+        part = slice(start, start + CHUNK_QUERIES)
+        (queries,) = leaves(query[:, part])
+        out = torch.softmax(queries @ key.T * HEAD_SIZE**-0.5, -1) @ value
+        grads = torch.autograd.grad(out, (queries, key, value), upstream[:, part])
+        totals[0][:, part] = grads[0]
+        totals[1] += grads[1]
+        totals[2] += grads[2]
+    prefix = problem.shape[2]
+    return [totals[0], totals[1][prefix:], totals[2][prefix:]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def relative_error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The worst of the tensors."""
+    return max(
+        float((left.double() - right).norm() / right.norm()) for left, right in zip(got, wanted, strict=True)
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument(
-        "--no-flex", action="store_true", help="leave out FlexAttention, which compiles for minutes"
-    )
-    parser.add_argument("--no-write", action="store_true", help="do not append to benchmarks/results")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("attention is measured on a GPU; none is here")
-        return
-    limits = ceilings()
-    print(", ".join(f"{name} {value:.3g}" for name, value in limits.items()))
-    rows, tables = [], {"forward": {}, "forward + backward": {}}
-    rounds = 7 if arguments.quick else 15
-    for shape in SHAPES:
-        problem = Problem(*shape)
-        for mode, providers, factor in (
-            ("forward", forward_providers(problem, not arguments.no_flex), 1.0),
-            ("forward + backward", training_providers(problem), 3.5),
-        ):
-            for provider, timing in interleaved(providers, rounds=rounds).items():
-                tflops = factor * problem.flop() / timing.ms / 1e9
-                tables[mode].setdefault(provider, []).append(f"{tflops:.0f}")
-                rows.append(
-                    {
-                        "op": "sibling_prefix_attention",
-                        "provider": provider,
-                        "mode": mode,
-                        "shape": {"N": shape[0], "L": shape[1], "P": shape[2]},
-                        "heads": [QUERY_HEADS, KEY_HEADS],
-                        "head_size": HEAD_SIZE,
-                        "dtype": "bfloat16",
-                        "tflops": round(tflops, 1),
-                        "of_matmul": round(tflops / limits["matmul_tflops"], 3),
-                        "peak_mb": round(peak_bytes(providers[provider]) / 1e6, 1),
-                        "error": error(problem, providers[provider]) if mode == "forward" else None,
-                        **{name: round(value, 4) for name, value in timing._asdict().items()},
-                        **{name: round(value, 2) for name, value in limits.items()},
-                    }
-                )
-        del problem, providers
-        torch.cuda.empty_cache()
-    for mode, table in tables.items():
-        print(f"\n{mode}, TFLOP/s at (N, L, P)")
-        print_table(["", *map(str, SHAPES)], [[name, *cells] for name, cells in table.items()])
-    if not arguments.no_write:
-        print(f"\nrows appended to {write_rows('sibling_prefix_attention', rows)}")
+
+
+def measure_shape(
+    bench: Bench,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    peers: tuple[dict[str, Attend], dict[str, Attend]],
+) -> None:
+    problem = Problem(shape, dtype, bench.device)
+    both, forward_only = peers
+    first = next(iter(both))
+    outputs, grads = exact_outputs(problem), exact_gradients(problem)
+    ratio = QUERY_HEADS // KEY_HEADS
+
+    def check_outputs(name: str, result: Any) -> dict[str, Any]:
+        return {"error": relative_error([result[-1, :, : outputs.shape[1]]], [outputs])}
+
+    def check_gradients(name: str, result: Sequence[Tensor]) -> dict[str, Any]:
+        query, key, value = result[:3]
+        return {"error": relative_error([query[-1, :ratio], key[-1, 0], value[-1, 0]], grads)}
+
+    for mode, providers, check, factor in (
+        ("forward", forward_providers(problem, both | forward_only, first), check_outputs, 1.0),
+        ("forward + backward", training_providers(problem, both, first), check_gradients, 3.5),
+    ):
+        bench.measure(
+            "sibling_prefix_attention",
+            mode,
+            dict(zip(("N", "L", "P"), shape, strict=True)),
+            providers,
+            check=check,
+            flop=factor * problem.flop(),
+            dtype=str(dtype).removeprefix("torch."),
+            heads=[QUERY_HEADS, KEY_HEADS],
+            head_size=HEAD_SIZE,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(__doc__).parse_args(argv)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shapes, dtype = SHAPES[device]
+    if options.quick:
+        shapes = QUICK
+    with Bench("sibling_prefix_attention", options, num_cases=2 * len(shapes)) as bench:
+        peers = stock_peers(bench.device, bench.slow_peers)
+        for shape in shapes:
+            measure_shape(bench, shape, dtype, peers)
 
 
 if __name__ == "__main__":
