@@ -56,9 +56,7 @@ def relative_error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return (wrong / sum(float(right.square().sum()) for _, right in pairs)) ** 0.5
 
 
-def measure_renorm(
-    bench: Bench, branches: Sequence[Tensor], upstream: Tensor, renorm: str, compiled: Callable | None
-) -> None:
+def measure_renorm(bench: Bench, branches: Sequence[Tensor], upstream: Tensor, renorm: str) -> None:
     leaves = [branch.detach().requires_grad_() for branch in branches]
     ends = [branch.detach()[[0, -1]].double().requires_grad_() for branch in branches]
     wanted = guidance(*ends, renorm)
@@ -69,7 +67,9 @@ def measure_renorm(
     }
     if branches[0].dtype != torch.float32:
         peers["eager, as stored"] = lambda c, t, i: guidance(c, t, i, renorm)
-    if compiled is not None:
+    if bench.slow_peers:
+        torch._dynamo.reset()  # else it stops compiling after a few cases
+        compiled = torch.compile(eager, dynamic=False)
         peers["eager, compiled"] = lambda c, t, i: compiled(c, t, i, renorm)
     forward: dict[str, Call] = {name: lambda peer=peer: peer(*branches) for name, peer in peers.items()}
     both: dict[str, Call] = {
@@ -104,11 +104,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.quick:
         shapes = QUICK
     with Bench("guidance", options, num_cases=2 * len(RENORMS) * len(shapes)) as bench:
-        compiled = torch.compile(eager, dynamic=False) if bench.slow_peers else None
         for shape in shapes:
             *branches, upstream = (torch.randn(shape, device=bench.device).to(dtype) for _ in range(4))
             for renorm in RENORMS:
-                measure_renorm(bench, branches, upstream, renorm, compiled)
+                measure_renorm(bench, branches, upstream, renorm)
 
 
 if __name__ == "__main__":

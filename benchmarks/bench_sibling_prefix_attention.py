@@ -220,6 +220,8 @@ def measure_shape(
     dtype: torch.dtype,
     peers: tuple[dict[str, Attend], dict[str, Attend]],
 ) -> None:
+    if bench.slow_peers:
+        torch._dynamo.reset()  # else it stops compiling after a few shapes
     problem = Problem(shape, dtype, bench.device)
     both, forward_only = peers
     first = next(iter(both))
