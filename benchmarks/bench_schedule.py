@@ -124,7 +124,7 @@ def coordinator(arguments: argparse.Namespace) -> list[Row]:
                 pulls += 1
             best = max(best, pulls / (time.perf_counter() - begin))
         rows.append({"case": f"pure, {num_ranks} ranks", "pulls a second": best})
-    return rows + _through_ray(arguments.callers)
+    return rows + _through_ray(arguments.callers, arguments.repeats)
 
 
 def _many(num_ranks: int, units_a_rank: int) -> RolloutPlan:
@@ -135,7 +135,8 @@ def _many(num_ranks: int, units_a_rank: int) -> RolloutPlan:
     return RolloutPlan(groups, num_ranks, "steal", TokenCount(), max_rows=1)
 
 
-def _through_ray(num_callers: int) -> list[Row]:
+def _through_ray(num_callers: int, repeats: int) -> list[Row]:
+    """The coordinator and an actor that does nothing, in turn, from the same callers: a busy machine slows both."""
     import ray
 
     from unirl.distributed.coordinator import start_coordinator
@@ -148,10 +149,13 @@ def _through_ray(num_callers: int) -> list[Row]:
 
     class Caller:  # without our imports beyond the pure ones: 64 processes of a tensor library would not fit
         def pull_all(self, actor: Any, rank: int) -> int:
-            count, assignment = 0, ray.get(actor.start.remote(0, rank))
+            from unirl.distributed.coordinator import RemoteUnits
+
+            units = RemoteUnits(actor, 0)
+            count, assignment = 0, units.pull(rank)
             while assignment is not None:
                 count += 1
-                _, assignment = ray.get(actor.done_and_pull.remote(0, rank, assignment.lease, 0.001))
+                _, assignment = units.done_and_pull(rank, assignment.lease, 0.001)
             return count
 
         def call_often(self, actor: Any, rank: int, times: int) -> int:
@@ -163,20 +167,23 @@ def _through_ray(num_callers: int) -> list[Row]:
     actor, nothing = start_coordinator(), ray.remote(num_cpus=0)(Nothing).remote()
     callers = [ray.remote(num_cpus=0)(Caller).remote() for _ in range(num_callers)]
     ray.get([caller.__ray_ready__.remote() for caller in [*callers, nothing]])
-    ray.get(actor.open.remote(0, _many(num_callers, each)))
-    rates = {}
-    for name in ("bare actor", "coordinator"):
-        begin = time.perf_counter()
-        if name == "coordinator":
-            counts = ray.get([c.pull_all.remote(actor, rank) for rank, c in enumerate(callers)])
-        else:
-            counts = ray.get([c.call_often.remote(nothing, rank, each) for rank, c in enumerate(callers)])
-        rates[name] = sum(counts) / (time.perf_counter() - begin)
+    rates: dict[str, list[float]] = {"bare actor": [], "coordinator": []}
+    for turn in range(repeats + 1):
+        for name in random.Random(turn).sample(list(rates), 2):
+            ray.get(actor.open.remote(0, _many(num_callers, each)))
+            begin = time.perf_counter()
+            if name == "coordinator":
+                counts = ray.get([c.pull_all.remote(actor, rank) for rank, c in enumerate(callers)])
+            else:
+                counts = ray.get([c.call_often.remote(nothing, rank, each) for rank, c in enumerate(callers)])
+            if turn:  # in the first, callers meet the actors
+                rates[name].append(sum(counts) / (time.perf_counter() - begin))
     ray.shutdown()
+    over = [c / b for c, b in zip(rates["coordinator"], rates["bare actor"], strict=True)]
     return [
-        {"case": f"through Ray, {num_callers} callers, {name}", "pulls a second": rate}
-        for name, rate in rates.items()
-    ]
+        {"case": f"through Ray, {num_callers} callers, {name}", "pulls a second": statistics.median(found)}
+        for name, found in rates.items()
+    ] + [{"case": "coordinator over bare actor", "ratio": statistics.median(over)}]
 
 
 # ---- real runs on two processes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from unirl.distributed.coordinator import OpenRollouts, Share, start_coordinator
+from unirl.distributed.coordinator import OpenRollouts, RemoteUnits, Share, start_coordinator
 from unirl.distributed.scheduled import DoneShare, ScheduledDispatcher
 from unirl.models.bagel import BagelStage
 from unirl.reward.stack import RewardStack, ScoredRows
@@ -245,10 +245,12 @@ def test_the_actor_serves_hundreds_of_pulls_a_second(ray_cluster: None) -> None:
     @ray.remote(num_cpus=0)
     class Caller:
         def run(self, rank: int) -> int:
-            count, assignment = 0, ray.get(actor.start.remote(0, rank))
+            units = RemoteUnits(actor, 0)
+            count, assignment = 0, units.pull(rank)
             while assignment is not None:
                 count += 1
-                _, assignment = ray.get(actor.done_and_pull.remote(0, rank, assignment.lease, 0.001))
+                accepted, assignment = units.done_and_pull(rank, assignment.lease, 0.001)
+                assert accepted
             return count
 
     callers = [Caller.remote() for _ in range(16)]
@@ -257,7 +259,7 @@ def test_the_actor_serves_hundreds_of_pulls_a_second(ray_cluster: None) -> None:
     counts = ray.get([caller.run.remote(rank) for rank, caller in enumerate(callers)])
     wall = time.perf_counter() - begin
     assert sum(counts) == 640
-    assert sum(counts) / wall > 100
+    assert sum(counts) / wall > 100  # a slow machine has some; the benchmark says how many
     for caller in callers:
         ray.kill(caller)
     ray.kill(actor)
