@@ -3,9 +3,11 @@
 
     python benchmarks/bench_parity.py overhead    # fingerprint, checks and probe as a share of a rollout's work
     python benchmarks/bench_parity.py bitwise     # seconds and largest |delta log-prob| with and without batch invariance
+    python benchmarks/bench_parity.py drift       # drift by canvas in one mixed rollout, in bfloat16 too, on a GPU if any
 
-Both do a digits recipe's rollouts (generation, replay, update, rows one push old) in one process on one thread, and count its CPU
-seconds, which other processes on the machine do not lengthen. Results go to `results/parity.jsonl`.
+The first two do a digits recipe's rollouts (generation, replay, update, rows one push old) in one process on one thread, and count
+its CPU seconds, which other processes on the machine do not lengthen. The third samples rows of three canvases, replays them in
+micro-batches of another size under the same weights, and counts wall seconds. Results go to `results/parity.jsonl`.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ from _runs import ROOT, record
 
 from unirl.config import RunConfig
 from unirl.distributed.collective import LocalCollective
-from unirl.distributed.models import build_model
-from unirl.models.bagel import BagelStage
+from unirl.distributed.models import ASSETS, build_model
+from unirl.models.bagel import Bagel, BagelStage, preset
 from unirl.models.bagel import stage as stage_module
+from unirl.models.bagel.layers import make_batch_invariant
+from unirl.models.bagel.tokenizer import ByteTokenizer
 from unirl.reward.stack import micro_batches
 from unirl.train.checks import ReplayChecks
 from unirl.train.plan import plan_updates
 from unirl.train.stack import TrainStack, merge_results
 from unirl.trainer.requests import Requests
-from unirl.types import Part
+from unirl.types import NoiseRecipe, Part, SamplingParams
 
 RECIPES = ("digits_async", "digits_mixed")
 
@@ -175,6 +179,121 @@ def bitwise(num_rollouts: int) -> list[dict[str, Any]]:
     return rows
 
 
+def drift(num_rounds: int, num_layers: int) -> list[dict[str, Any]]:
+    """Largest and mean |delta log-prob| of a mixed rollout by canvas, and seconds, with batch invariance and without."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for name, stage, sides, clip_range in _drift_stages(device, num_layers):
+        for dtype in (torch.float32, torch.bfloat16):
+            if name != "digits" and dtype is torch.float32:
+                continue  # nobody trains it so
+            stage.model.to(dtype)
+            found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+            for number in range(num_rounds + 1):
+                for invariant in (True, False) if number % 2 else (False, True):
+                    found[invariant].append(_sample_and_replay(stage, sides, invariant, number))
+            cost = {
+                phase: 100
+                * (
+                    statistics.median(f[phase] for f in found[True][1:])
+                    / statistics.median(f[phase] for f in found[False][1:])
+                    - 1
+                )
+                for phase in ("sample_s", "replay_s")
+            }
+            for invariant in (False, True):
+                warm = found[invariant][1:]
+                row: dict[str, Any] = {
+                    "what": "drift",
+                    "model": name,
+                    "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "batch_invariant": invariant,
+                    "clip_range": clip_range,
+                }
+                for canvas in warm[0]["drift"]:
+                    gaps = torch.cat([f["drift"][canvas] for f in warm])
+                    row[f"max {canvas}"] = float(gaps.max())
+                    row[f"mean {canvas}"] = float(gaps.mean())
+                for phase in ("sample_s", "replay_s"):
+                    row[phase] = round(statistics.median(f[phase] for f in warm), 4)
+                    if invariant:
+                        row[f"cost of {phase} %"] = round(cost[phase], 1)
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def _drift_stages(device: str, num_layers: int) -> Iterator[tuple[str, BagelStage, list[list[int]], float]]:
+    """(name, stage, canvases, clip range of the recipes) of the shipped digits base and, on a GPU, of a BAGEL of random weights."""
+    digits = BagelStage.from_pretrained(ASSETS / "bagel-digits", device=device)
+    yield "digits", digits, [[8, 8], [12, 8], [12, 12]], 1e-3
+    if device == "cpu":
+        return
+    config = preset("bagel-7b-mot")
+    config = config.replace(language=dataclasses.replace(config.language, num_hidden_layers=num_layers))
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Bagel(config).eval().requires_grad_(False).to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if "pos_embed" not in name:
+            torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else weight.fill_("norm" in name)
+    stage = BagelStage(model, codec=None, tokenizer=ByteTokenizer())  # type: ignore[arg-type]
+    yield f"bagel-7b, {num_layers} layers", stage, [[256, 256], [384, 256], [512, 512]], 1e-4
+
+
+def _sample_and_replay(
+    stage: BagelStage, sides: list[list[int]], invariant: bool, number: int
+) -> dict[str, Any]:
+    """One rollout of eight siblings a canvas with text guidance, replayed in micros of three rows."""
+    model = stage.model
+    model.config = model.config.replace(batch_invariant=invariant)
+    make_batch_invariant(model, invariant)
+    height, width = max(sides)
+    params = SamplingParams(
+        height=height,
+        width=width,
+        num_inference_steps=6,
+        eta=0.7,
+        rule="flow",
+        noise=NoiseRecipe(seed=number),
+        guidance_scale=3.0,
+        cfg_renorm_type="channel",
+        trajectory_dtype="bfloat16" if model.dtype is torch.bfloat16 else "float32",
+    )
+    roots = Part(
+        ids=tuple(f"r{number}.p{index}" for index in range(len(sides))),
+        prompts=("a handwritten three", "seven", "somebody's handwritten nine"),
+        metadata=tuple({"canvas": side} for side in sides),
+    )
+    rows = roots.fork(8, params)
+    rows = rows.replace(sde_steps=torch.tensor([[0, 2, 4]] * len(rows)))
+
+    def now() -> float:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    begin = now()
+    rows = stage.sample(rows, decode=False)
+    sampled = now()
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(number)).tolist()
+    gaps: dict[str, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for start in range(0, len(rows), 3):
+            micro = rows.select(order[start : start + 3])
+            replayed = stage.replay(micro).log_probs.cpu()
+            for canvas, gap in zip(
+                micro.canvases(), (replayed - micro.segment.log_probs.cpu()).abs(), strict=True
+            ):
+                gaps.setdefault(f"{canvas.height}x{canvas.width}", []).append(gap)
+    return {
+        "sample_s": sampled - begin,
+        "replay_s": now() - sampled,
+        "drift": {canvas: torch.cat(found) for canvas, found in sorted(gaps.items())},
+    }
+
+
 def load(recipe: str) -> RunConfig:
     """A digits recipe as its entry point composes it."""
     from hydra import compose, initialize_config_dir
@@ -192,10 +311,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("overhead", "bitwise"))
+    parser.add_argument("what", choices=("overhead", "bitwise", "drift"))
     parser.add_argument("--rollouts", type=int, default=6)
+    parser.add_argument(
+        "--layers", type=int, default=12, help="of the large model of `drift`; the public one has 28"
+    )
     options = parser.parse_args()
-    print(record("parity", {"overhead": overhead, "bitwise": bitwise}[options.what](options.rollouts)))
+    if options.what == "drift":
+        rows = drift(options.rollouts, options.layers)
+    else:
+        rows = {"overhead": overhead, "bitwise": bitwise}[options.what](options.rollouts)
+    print(record("parity", rows))
 
 
 if __name__ == "__main__":

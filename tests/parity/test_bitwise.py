@@ -40,14 +40,14 @@ def stack(random_base: Path) -> TrainStack:
     return TrainStack(stage, stage.model, config, LocalCollective())
 
 
-def rollout(stack: TrainStack, kind: str) -> Part:
+def rollout(stack: TrainStack, kind: str, *, eta: float = 0.8, siblings: int = SIBLINGS) -> Part:
     """Three groups on three canvases, one of them not square, each with its own trained steps."""
     guided = kind != "text"
     params = SamplingParams(
         height=12,
         width=12,
         num_inference_steps=5,
-        eta=0.8,
+        eta=eta,
         rule="flow",
         noise=NoiseRecipe(seed=3),
         guidance_scale=2.5 if guided else 1.0,
@@ -62,8 +62,8 @@ def rollout(stack: TrainStack, kind: str) -> Part:
         if kind == "edit"
         else None,
     )
-    rows = roots.fork(SIBLINGS, params)
-    steps = torch.tensor([[0, 2], [1, 3], [0, 4]]).repeat_interleave(SIBLINGS, dim=0)
+    rows = roots.fork(siblings, params)
+    steps = torch.tensor([[0, 2], [1, 3], [0, 4]]).repeat_interleave(siblings, dim=0)
     rows = stack.stage.sample(rows.replace(sde_steps=steps), decode=False)
     ones = torch.ones(len(rows), dtype=torch.int64)
     return rows.replace(
@@ -84,6 +84,15 @@ def test_replay_gives_the_rollouts_bits_in_any_micro_and_beside_any_neighbours(
             for start in range(0, len(rows), size):
                 micro = rows.select(order[start : start + size])
                 assert torch.equal(stack.stage.replay(micro).log_probs, micro.segment.log_probs)
+
+
+@pytest.mark.parametrize("eta", [0.1, 0.3, 0.7])
+def test_a_noise_level_that_float32_cannot_hold_is_the_same_on_both_sides(
+    stack: TrainStack, eta: float
+) -> None:
+    rows = rollout(stack, "text", eta=eta, siblings=16)
+    with torch.no_grad():
+        assert torch.equal(stack.stage.replay(rows).log_probs, rows.segment.log_probs)
 
 
 def test_a_row_alone_and_among_other_canvases_has_the_same_bits(stack: TrainStack) -> None:

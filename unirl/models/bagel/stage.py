@@ -216,6 +216,10 @@ class BagelStage:
         ).to(dtype)
         step_keys = params.noise.step_keys(part.ids).to(device)
         device_sigmas = sigmas.to(device)
+        # float64, as the number that a replay is given.
+        every_step = torch.arange(params.num_inference_steps)
+        is_trained = (sde_steps[:, :, None] == every_step).any(dim=1)
+        etas = (params.eta * is_trained.double()).to(device)
         frames = torch.zeros((shape[0], frame_steps.shape[1], *shape[1:]), dtype=dtype, device=device)
         log_probs = torch.zeros(sde_steps.shape, device=device)
         _keep(frames, frame_steps == 0, latents)
@@ -234,7 +238,7 @@ class BagelStage:
                 velocity,
                 device_sigmas[:, step],
                 device_sigmas[:, step + 1],
-                eta=torch.where(trained.any(dim=1), params.eta, 0.0).to(device),
+                eta=etas[:, step],
                 rule=params.rule,
                 seed=params.noise.seed,
                 row_keys=step_keys,
