@@ -66,6 +66,19 @@ def route(inputs: Inputs, prefix_lengths: Tensor | None, scale: float) -> str:
     return REFERENCE
 
 
+def padded_head_size(query: Tensor) -> int | None:
+    """The head size that zeros widen a call to, or ``None`` where they do not help.
+
+    On a GPU the kernels take few head sizes, and a product of the reference rounds by the number of rows.
+    """
+    if query.device.type != "cuda" or _backends.why_unavailable("triton", "cuda"):
+        return None
+    triton = module("triton")
+    if query.dtype not in triton.DTYPES or query.shape[3] in triton.HEAD_SIZES:
+        return None
+    return min((size for size in triton.HEAD_SIZES if size > query.shape[3]), default=None)
+
+
 def backward_of(name: str, query: Tensor) -> str:
     """Return the kernel that differentiates what the kernel ``name`` computed."""
     if name == "hopper" and query.shape[3] not in module(name).BACKWARD_HEAD_SIZES:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unirl.ops import _arguments as arguments
@@ -53,7 +54,8 @@ def sibling_prefix_attention(
     over the siblings of a group.
 
     Args:
-        query: ``[N, Hq, L, D]``, float32, bfloat16, float16 or float64; strides are free.
+        query: ``[N, Hq, L, D]``, float32, bfloat16, float16 or float64; strides are free. On a GPU the kernels
+            are made for D 64 and 128; smaller ones are padded with zeros, which copies.
         key, value: ``[N, Hk, L, D]``, ``Hq`` a multiple of ``Hk``.
         prefix_key, prefix_value: ``[G, Hk, P, D]``, ``N`` a multiple of ``G``; ``P`` may be 0.
         prefix_lengths: real prefix tokens of each group ``[G]``, 0 to P; by default P for all.
@@ -68,7 +70,10 @@ def sibling_prefix_attention(
     checked = _check(query, key, value, prefix_key, prefix_value, prefix_lengths, scale)
     checked = checked._replace(need_lse=return_lse)
     inputs, options = checked[:5], (checked.prefix_lengths, checked.scale)
+    head_size = query.shape[3]
     if backend is None:
+        if (wider := backends.padded_head_size(query)) is not None:
+            inputs = tuple(F.pad(tensor, (0, wider - head_size)) for tensor in inputs)
         name = backends.route(inputs, *options)
     else:
         name = backends.check_requested(backend, inputs, *options)
@@ -76,6 +81,7 @@ def sibling_prefix_attention(
         out, lse = sibling_prefix_attention_reference(checked)
     else:
         out, lse = torch.ops.unirl.sibling_prefix_attention(*inputs, *options, name)
+        out = out if out.shape[3] == head_size else out[..., :head_size]
     return (out, lse.detach()) if return_lse else out
 
 
