@@ -3,6 +3,8 @@
 
 A device under load lowers its clock, so whoever runs after a hot neighbour looks slow. Every round therefore runs the
 peers in a new random order, in bursts with a pause before each on a GPU, and medians are taken over the rounds.
+
+    python benchmarks/_bench.py [STEM ...]    # print and draw the newest run in results/ again
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
-from _plots import draw
+from _plots import draw, newest_run
 from _runs import IMAGES, RESULTS, ROOT, table
 
+OPERATORS = ("sibling_prefix_attention", "packing", "digest", "flow", "guidance")
 FEWEST_ROUNDS = 3
 Call = Callable[[], Any]
 Check = Callable[[str, Any], Mapping[str, Any]]
@@ -190,6 +193,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument(
         "--results", type=Path, default=RESULTS, help="folder of the rows; the plot goes there too when given"
     )
+    found.add_argument("--no-plot", action="store_true", help="write rows only")
     found.add_argument("--no-write", action="store_true", help="write neither rows nor a plot")
     return found
 
@@ -282,16 +286,13 @@ class Bench:
         trace: TracebackType | None,
     ) -> None:
         """Print and write what was measured, also when the run breaks off."""
-        for device, limits in self.limits.items():
-            print(f"{device}: " + ", ".join(f"{name} {value:.3g}" for name, value in limits.items()))
         _print_rows(self.rows)
         if self.options.no_write or not self.rows:
             return
         folder = self.options.results
         path = write_rows(self.stem, self.rows, folder)
         print(f"\nrows appended to {path}")
-        image = draw(path, IMAGES if folder == RESULTS else folder)
-        if image:
+        if not self.options.no_plot and (image := draw(path, IMAGES if folder == RESULTS else folder)):
             print(f"drawn: {image}")
 
 
@@ -301,11 +302,23 @@ def _shortened(value: Any) -> Any:
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    limits = {row.get("device", "cuda"): row for row in rows if "copy_tbps" in row}
+    for device, row in limits.items():
+        print(
+            f"{device}: matrix product {row['matmul_tflops']:.4g} TFLOP/s, copy {row['copy_tbps']:.4g} TB/s"
+        )
     header = ["provider", "ms", "TFLOP/s", "GB/s", "of ceiling", "peak MB", "error", "note"]
     cases: dict[str, list[list[str]]] = {}
     for row in rows:
         shape = " ".join(f"{name}={value}" for name, value in row["shape"].items())
-        parts = [row["op"], row["mode"], shape, row.get("dtype", ""), row.get("renorm", ""), row["device"]]
+        parts = [
+            row["op"],
+            row["mode"],
+            shape,
+            row.get("dtype", ""),
+            row.get("renorm", ""),
+            row.get("device", ""),
+        ]
         limit = row.get("of_matmul", row.get("of_copy"))
         cells = [
             row["provider"],
@@ -326,3 +339,19 @@ def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def main() -> None:
+    stems = argparse.ArgumentParser(description="Print and draw the newest run of operators' benchmarks.")
+    stems.add_argument("stems", nargs="*", default=OPERATORS, help=f"of {', '.join(OPERATORS)}; default: all")
+    for stem in stems.parse_args().stems:
+        path = RESULTS / f"{stem}.jsonl"
+        if path.exists():
+            rows = newest_run(path)
+            print(f"\n== {stem}: {rows[0].get('hardware', rows[0].get('cpu'))}, {rows[0]['date']}")
+            _print_rows(rows)
+            print(draw(path, IMAGES))
+
+
+if __name__ == "__main__":
+    main()
