@@ -21,7 +21,7 @@ from unirl.distributed.failpoints import ONCE_VARIABLE, VARIABLE
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["unirl.entry", "unirl.trainer.async_diffusion"])
-LEG_TIMEOUT_S = 150.0
+LEG_TIMEOUT_S = 300.0
 
 
 def drive(recipe: Any, failpoint: str, once: str, output: str) -> None:

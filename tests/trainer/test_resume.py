@@ -13,6 +13,7 @@ import yaml
 from recipes import metrics, recipe
 from safetensors.torch import load_file
 
+from unirl.cli import main
 from unirl.config import RunConfig
 from unirl.metrics import read_samples
 from unirl.train.checkpoint import CheckpointDamaged, list_checkpoints
@@ -36,6 +37,7 @@ CASES = {
         AsyncDiffusionTrainer,
         {**ASYNC, "buffer_max_staleness": 2, "max_inflight": 2},
     ),
+    "async full on policy": (AsyncDiffusionTrainer, {**ASYNC, "model__train": "full"}),
     "async full staleness 2": (
         AsyncDiffusionTrainer,
         {**ASYNC, "buffer_max_staleness": 2, "model__train": "full"},
@@ -81,6 +83,7 @@ def assert_same_checkpoint(want: Path, got: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_rollouts_equal_ten_and_a_stop_and_ten(
     ray_cluster: None, random_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
@@ -132,6 +135,31 @@ def test_the_last_checkpoints_and_the_best_by_evaluation_are_kept(four: Path) ->
     # When 4 was written, 4 had no score yet: the best of 1 to 3 was kept beside the last three.
     best = max((1, 2, 3), key=lambda n: rewards[n])
     assert sorted(infos) == sorted({2, 3, 4, best})
+
+
+def test_the_command_line_lists_and_verifies_them(
+    four: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = as_of(four, tmp_path / "run")
+    infos = list_checkpoints(run / "checkpoints")
+    assert main(["checkpoints", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [info.path.name for info in infos]
+    assert all(" whole" in line for line in lines[1:])
+    assert [line.split()[0] for line in lines if "newest" in line] == ["step_000004"]
+    best = max(infos, key=lambda info: info.score or 0.0)
+    assert [line.split()[0] for line in lines if line.endswith("best")] == [best.path.name]
+    shard = next((run / "checkpoints" / "step_000003").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    (run / "checkpoints" / ".step_000005.partial").mkdir()
+    assert main(["checkpoints", str(run)]) == 1
+    table = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "DAMAGED" in table["step_000003"] and shard.name in table["step_000003"]
+    assert "DAMAGED" not in table["step_000004"] and "ignored" in table[".step_000005.partial"]
+    assert main(["checkpoints", str(tmp_path / "nothing")]) == 2
+    assert "nothing is no folder" in capsys.readouterr().err
 
 
 def test_a_changed_recipe_is_refused_by_key_and_accepted_changes_are_told(
