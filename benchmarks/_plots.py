@@ -43,7 +43,7 @@ def draw(path: Path, folder: Path) -> Path | None:
     lines = -(-len(panels) // columns)
     height = max(2.0, 0.5 * max(peers) + 1.0)
     figure, axes = plt.subplots(
-        lines, columns, figsize=(7 * columns, height * lines), squeeze=False, layout="constrained"
+        lines, columns, figsize=(8 * columns, height * lines), squeeze=False, layout="constrained"
     )
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
@@ -74,7 +74,7 @@ def _bars(axis: Any, title: str, rows: list[dict[str, Any]]) -> None:
     axis.axvline(100, color="0.6", linewidth=0.8)
     axis.set_xlabel("% of the matrix product's rate" if limit == "of_matmul" else "% of a copy's bandwidth")
     axis.set_title(title, fontsize=10)
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _case(row: dict[str, Any]) -> str:
