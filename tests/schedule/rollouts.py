@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from unirl.schedule.coordinator import AdaptivePacking, FullPacking
 from unirl.schedule.cost import TokenCount
 from unirl.schedule.policies import POLICIES
 from unirl.schedule.units import Group, UnitTable, Workload, build_unit_table
@@ -61,3 +62,12 @@ def tables(draw: st.DrawFn, max_groups: int = 8, max_ranks: int = 5) -> tuple[Un
 
 
 policies = st.sampled_from(sorted(POLICIES)).map(lambda name: POLICIES[name]())
+
+Packing = AdaptivePacking | FullPacking | None
+PACKINGS: list[Packing] = [
+    None,
+    AdaptivePacking(6),
+    AdaptivePacking(6, across_groups=True),
+    FullPacking(6),
+    FullPacking(6, across_groups=False),
+]

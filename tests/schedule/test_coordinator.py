@@ -3,26 +3,32 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts import groups_of, policies, random_placement, tables
+from rollouts import PACKINGS, Packing, groups_of, policies, random_placement, tables
 
-from unirl.schedule.coordinator import AdaptivePacking, Assignment, Coordinator
+from unirl.schedule.coordinator import Assignment, Coordinator
 from unirl.schedule.cost import RankCorrection, TokenCount
 from unirl.schedule.deques import CostDeques
 from unirl.schedule.policies import POLICIES, OwnerPolicy, RingPolicy, StealPolicy, policy_for
 from unirl.schedule.restore import restore_order
-from unirl.schedule.units import UnitTable, build_unit_table
+from unirl.schedule.units import Unit, UnitTable, build_unit_table
 
 
 def cost_of_rows(table: UnitTable, unit_ids: Sequence[int]) -> float:
-    group = table.units[unit_ids[0]].group
-    return len(table.rows_of(unit_ids)) * table.per_row[group] + table.per_call[group]
+    groups = [table.units[unit_id].group for unit_id in unit_ids]
+    rows = sum(
+        len(table.rows_of([unit_id])) * table.per_row[group]
+        for unit_id, group in zip(unit_ids, groups, strict=True)
+    )
+    return rows + max(table.per_call[group] for group in groups)
 
 
 def run_to_the_end(
@@ -54,8 +60,7 @@ def run_to_the_end(
             held[rank].extend(assignment.unit_ids)
         elif (assignment := coordinator.pull(rank)) is not None:
             assert assignment.rank == rank
-            first = assignment.unit_ids[0]
-            assert assignment.unit_ids == tuple(range(first, first + len(assignment.unit_ids)))
+            assert len({table.shape(table.units[unit_id].group) for unit_id in assignment.unit_ids}) == 1
             assert assignment.cost == pytest.approx(cost_of_rows(table, assignment.unit_ids))
             running[rank] = assignment
         elif rng.random() < 0.5:
@@ -64,27 +69,65 @@ def run_to_the_end(
     return list(table.rows_of(delivered))
 
 
-@settings(max_examples=500, deadline=None)
-@given(tables(), policies, st.booleans(), st.sampled_from([0.0, 0.03, 0.1]), st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+@given(
+    tables(), policies, st.sampled_from(PACKINGS), st.sampled_from([0.0, 0.03, 0.1]), st.integers(0, 2**32)
+)
 def test_every_unit_is_done_exactly_once_under_any_interleaving_crash_and_restart(
-    drawn: tuple[UnitTable, int], policy: OwnerPolicy, packed: bool, crash_rate: float, seed: int
+    drawn: tuple[UnitTable, int], policy: OwnerPolicy, packing: Packing, crash_rate: float, seed: int
 ) -> None:
     table, num_ranks = drawn
-    coordinator = Coordinator(table, num_ranks, policy, packing=AdaptivePacking(6) if packed else None)
+    coordinator = Coordinator(table, num_ranks, policy, packing=packing)
     rows = run_to_the_end(coordinator, num_ranks, random.Random(seed), crash_rate=crash_rate)
     assert sorted(rows) == sorted(table.row_ids)
     assert coordinator.num_unstarted == 0
     assert all(coordinator.pull(rank) is None for rank in range(num_ranks))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
+@given(tables(), policies, st.sampled_from(PACKINGS), st.sampled_from([0.03, 0.2]), st.integers(0, 2**32))
+def test_every_unit_is_done_exactly_once_when_ranks_die_unnoticed_and_start_over(
+    drawn: tuple[UnitTable, int], policy: OwnerPolicy, packing: Packing, crash_rate: float, seed: int
+) -> None:
+    """Nobody reports a death: the successor's first pull does. Ranks return what they hold at the very end."""
+    table, num_ranks = drawn
+    coordinator, rng = Coordinator(table, num_ranks, policy, packing=packing), random.Random(seed)
+    running: dict[int, Assignment] = {}
+    held: dict[int, list[int]] = {}
+    starting = set(range(num_ranks))
+    while not coordinator.is_finished or starting:
+        rank = rng.randrange(num_ranks)
+        if rank in starting or rank not in running:
+            assignment = coordinator.start(rank) if rank in starting else coordinator.pull(rank)
+            held.setdefault(rank, [])
+            starting.discard(rank)
+            if assignment is not None:
+                running[rank] = assignment
+        elif rng.random() < crash_rate:
+            ghost = running.pop(rank)
+            held[rank] = []
+            starting.add(rank)
+            if rng.random() < 0.5:  # its report arrives after its successor has started
+                starting.discard(rank)
+                if (assignment := coordinator.start(rank)) is not None:
+                    running[rank] = assignment
+                assert not coordinator.done(ghost.lease)
+        else:
+            assignment = running.pop(rank)
+            assert coordinator.done(assignment.lease)
+            held[rank].extend(assignment.unit_ids)
+    assert not running
+    assert sorted(unit_id for units in held.values() for unit_id in units) == list(range(len(table.units)))
+
+
+@settings(max_examples=50, deadline=None)
 @given(tables(), st.integers(0, 2**32))
 def test_results_are_independent_of_the_policy(drawn: tuple[UnitTable, int], seed: int) -> None:
     """A row's result is a function of its id here; restored, every policy gives the owners the same table."""
     table, num_ranks = drawn
     results = set()
     for policy_class in POLICIES.values():
-        for packing in (None, AdaptivePacking(6)):
+        for packing in PACKINGS:
             coordinator = Coordinator(table, num_ranks, policy_class(), packing=packing)
             rows = run_to_the_end(coordinator, num_ranks, random.Random(seed))
             values = [f"image of {row_id}" for row_id in rows]
@@ -195,21 +238,36 @@ def test_a_group_of_a_rank_that_does_not_exist_is_refused() -> None:
         Coordinator(table, 2, OwnerPolicy())
 
 
+def bookkeeping_rate(turns: int = 48_000) -> float:
+    """Turns a second, of processor time, of what a pull is made of: a named tuple, a heap, a deque and a dictionary."""
+    heap, queue, leases = [(-rank, rank) for rank in range(64)], deque(range(64)), {}
+    started = time.process_time()
+    for turn in range(turns):
+        leases[turn] = Unit(turn, 0, turn, turn + 1, 0, 1.0)
+        heapq.heapreplace(heap, (-(turn * 7919 % 1000), turn))
+        queue.append(queue.popleft())
+        del leases[turn]
+    return turns / (time.process_time() - started)
+
+
 @pytest.mark.parametrize("num_ranks", [8, 64, 1000])
 def test_the_coordinator_serves_200_000_pulls_a_second(num_ranks: int) -> None:
-    """A pull and its report; processor time, best of three, with three units in four stolen."""
-    groups = groups_of([4] * 3000, [index % (num_ranks // 4) for index in range(3000)], [16] * 3000)
+    """A pull and its report, with three units in four stolen, on a machine of 1.1 million turns of `bookkeeping_rate`.
+
+    On a slower or a busy machine as many fewer; best of five, each beside a measurement of the machine.
+    """
+    groups = groups_of([4] * 1500, [index % (num_ranks // 4) for index in range(1500)], [16] * 1500)
     table = build_unit_table(groups, TokenCount(), max_rows=1)
     best = 0.0
-    for _ in range(3):
+    for _ in range(5):
         coordinator = Coordinator(table, num_ranks, StealPolicy())
         started = time.process_time()
         num_pulls = 0
         while (assignment := coordinator.pull(num_pulls % num_ranks)) is not None:
             coordinator.done(assignment.lease)
             num_pulls += 1
-        best = max(best, num_pulls / (time.process_time() - started))
-    assert num_pulls == 48_000
+        best = max(best, num_pulls / (time.process_time() - started) * 1.1e6 / bookkeeping_rate())
+    assert num_pulls == 24_000
     assert coordinator.num_stolen_units >= 0.7 * num_pulls
     assert best >= 200_000
 

@@ -16,7 +16,6 @@ from unirl.schedule.units import (
     Workload,
     build_unit_table,
     contiguous_owners,
-    padding_factor,
 )
 
 
@@ -106,12 +105,6 @@ def test_owners_are_contiguous_and_equal() -> None:
     assert contiguous_owners(8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert contiguous_owners(5, 3) == [0, 0, 1, 1, 2]
     assert contiguous_owners(2, 3) == [0, 1]
-
-
-def test_padding_the_mix_to_1024_squared_stores_131072_tokens_for_51456() -> None:
-    assert len(MIX_TOKENS) * 4096 == 131_072
-    assert sum(MIX_TOKENS) == 51_456
-    assert padding_factor(MIX_TOKENS, 4096) == pytest.approx(2.547, abs=5e-4)
 
 
 def test_scheduling_imports_neither_ray_nor_torch() -> None:

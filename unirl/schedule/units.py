@@ -166,11 +166,6 @@ def contiguous_owners(num_groups: int, num_ranks: int) -> list[int]:
     ]
 
 
-def padding_factor(tokens: Sequence[int], bound_tokens: int) -> float:
-    """Stored tokens over real ones when every row is padded to `bound_tokens`."""
-    return len(tokens) * bound_tokens / sum(tokens)
-
-
 def _even_cuts(num_items: int, num_parts: int) -> list[tuple[int, int]]:
     """[start, stop) of `num_parts` consecutive parts whose sizes differ by at most one, larger first."""
     if num_parts == 0:
