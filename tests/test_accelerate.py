@@ -134,6 +134,21 @@ def test_gradients_are_those_of_diffusers(diffusers: Any, name: str, bound: floa
             assert error(own, theirs) < bound, leaf
 
 
+def test_the_first_row_of_a_group_gets_the_gradient_of_all_its_siblings(diffusers: Any) -> None:
+    model, call = pixart(diffusers).double(), cast(calls("pixart"), torch.float64)
+    rows = call["encoder_hidden_states"].requires_grad_()
+
+    def gradient() -> Tensor:
+        loss = model(**call)[0].square().sum()
+        return torch.autograd.grad(loss, rows)[0].unflatten(0, (GROUPS, SIBLINGS))
+
+    before = gradient()
+    accelerate(model, siblings=SIBLINGS)
+    after = gradient()
+    assert error(after[:, 0], before.sum(1)) < 1e-12
+    assert not after[:, 1:].any() and before[:, 1:].any()
+
+
 @pytest.mark.parametrize("kind", ["left", "holes", "empty", "none"])
 def test_any_mask_over_keys_is_kept(diffusers: Any, kind: str) -> None:
     model, call = pixart(diffusers).double(), cast(calls("pixart"), torch.float64)
@@ -477,6 +492,28 @@ def test_a_copy_of_the_model_has_siblings_of_its_own(diffusers: Any) -> None:
     with report.siblings(SIBLINGS):
         assert model.transformer_blocks[0].attn2.processor.siblings == SIBLINGS
         assert twin.transformer_blocks[0].attn2.processor.siblings == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pixart", "wan"])
+def test_one_graph_holds_the_whole_model(diffusers: Any, name: str) -> None:
+    model, call = build(diffusers, name), calls(name)
+    before = run(model, call)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    report = accelerate(compiled, siblings=SIBLINGS)
+    assert report.family == type(model).__name__
+    assert error(run(compiled, call), before) < 2e-6
+    with report.siblings(1):
+        assert error(run(compiled, call), before) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["pixart", "wan", "wan-image"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_cuda_device_gets_the_same_values(diffusers: Any, name: str, dtype: torch.dtype) -> None:
+    report = accelerate(build(diffusers, name).to("cuda", dtype), siblings=SIBLINGS, check=True)
+    assert report.comparison.dtype is dtype and report.comparison.max_rel <= report.comparison.tolerance
 
 
 def test_the_report_is_printed(diffusers: Any, capsys: pytest.CaptureFixture[str]) -> None:

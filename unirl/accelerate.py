@@ -71,7 +71,7 @@ class SharedPrompt:
         siblings: rows of a group, contiguous in the batch; with 1 the call passes through unchanged.
     """
 
-    def __init__(self, processor: Callable[..., Tensor], siblings: int = 1) -> None:
+    def __init__(self, processor: Any, siblings: int = 1) -> None:
         self.processor = processor
         self.siblings = siblings
 
@@ -148,6 +148,7 @@ class Acceleration:
 
     Attributes:
         model: the model, changed in place.
+        family: class name of the transformer in it.
         replaced: names of the attention layers whose processor this call replaced.
         already: names of those that had been replaced before.
         comparison: outcome of ``check=True``, if it was asked for and there was something to compare.
@@ -155,10 +156,11 @@ class Acceleration:
     """
 
     model: nn.Module
+    family: str
     replaced: tuple[str, ...]
     already: tuple[str, ...]
     notes: tuple[str, ...]
-    _layers: dict[str, nn.Module]
+    _layers: dict[str, Any]
     comparison: Comparison | None = None
 
     @contextmanager
@@ -189,9 +191,7 @@ class Acceleration:
 
     def _processors(self) -> list[SharedPrompt]:
         if not self._layers:
-            raise ValueError(
-                f"nothing was replaced in {type(self.model).__name__}: it has no siblings to set"
-            )
+            raise ValueError(f"nothing was replaced in {self.family}: it has no siblings to set")
         for name, layer in self._layers.items():
             if not isinstance(layer.processor, SharedPrompt):
                 raise ValueError(
@@ -201,7 +201,7 @@ class Acceleration:
         return [layer.processor for layer in self._layers.values()]
 
     def __str__(self) -> str:
-        lines = [f"unirl.accelerate: {type(self.model).__name__}"]
+        lines = [f"unirl.accelerate: {self.family}"]
         for what, names in (("replaced", self.replaced), ("replaced before", self.already)):
             if names:
                 lines.append(f"{what}: {_listed(names)}")
@@ -313,7 +313,7 @@ def _family(module: nn.Module) -> str | None:
     return None
 
 
-def _bagel_report(model: nn.Module, bagel: nn.Module, siblings: int | None, check: bool) -> Acceleration:
+def _bagel_report(model: nn.Module, bagel: Any, siblings: int | None, check: bool) -> Acceleration:
     if siblings is not None:
         raise ValueError(f"siblings is {siblings}, but Bagel takes it in each call: velocity(..., siblings=)")
     layers = len(bagel.language_model.model.layers)
@@ -326,13 +326,13 @@ def _bagel_report(model: nn.Module, bagel: nn.Module, siblings: int | None, chec
     ]
     if check:
         notes.append("check: nothing was replaced, so there is nothing to compare")
-    return Acceleration(model, (), (), tuple(notes), {})
+    return Acceleration(model, "Bagel", (), (), tuple(notes), {})
 
 
 def _share_prompts(
     model: nn.Module,
     family: str,
-    target: nn.Module,
+    target: Any,
     siblings: int | None,
     inputs: Mapping[str, Any] | None,
     check: bool,
@@ -361,6 +361,7 @@ def _share_prompts(
     replaced = tuple(name for name in layers if name not in already)
     report = Acceleration(
         model,
+        family,
         replaced,
         tuple(name for name in layers if name in already),
         (note, "left: everything else, in which a prompt has no part of its own"),
@@ -381,7 +382,7 @@ def _share_prompts(
     return report
 
 
-def _check_layer(name: str, layer: nn.Module) -> None:
+def _check_layer(name: str, layer: Any) -> None:
     processor = type(layer.processor)
     if processor.__name__ not in _TOKENWISE or not processor.__module__.startswith("diffusers."):
         raise ValueError(
@@ -395,7 +396,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
             )
 
 
-def _install(layers: Mapping[str, nn.Module], siblings: int) -> None:
+def _install(layers: Mapping[str, Any], siblings: int) -> None:
     for layer in layers.values():
         if not isinstance(layer.processor, SharedPrompt):
             dispatched = hasattr(layer.processor, "_attention_backend")
@@ -434,7 +435,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{len(names)} cross-attention processors ({shown})"
 
 
-def _random(target: nn.Module, seed: int, *shape: int) -> Tensor:
+def _random(target: Any, seed: int, *shape: int) -> Tensor:
     parameter = next(target.parameters())
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(device=parameter.device, dtype=target.dtype)
@@ -443,7 +444,7 @@ def _random(target: nn.Module, seed: int, *shape: int) -> Tensor:
 _GROUPS, _PROMPT_TOKENS, _PATCHES = 2, 8, 4
 
 
-def _pixart_inputs(target: nn.Module, siblings: int) -> dict[str, Any]:
+def _pixart_inputs(target: Any, siblings: int) -> dict[str, Any]:
     config, rows = target.config, _GROUPS * siblings
     side = _PATCHES * config.patch_size
     prompts = _random(
@@ -452,7 +453,7 @@ def _pixart_inputs(target: nn.Module, siblings: int) -> dict[str, Any]:
     device = prompts.device
     lengths = torch.tensor([_PROMPT_TOKENS, _PROMPT_TOKENS // 2], device=device)
     mask = torch.arange(_PROMPT_TOKENS, device=device) < lengths[:, None]
-    extras = {"resolution": None, "aspect_ratio": None}
+    extras: dict[str, Tensor | None] = {"resolution": None, "aspect_ratio": None}
     if target.use_additional_conditions:
         size = torch.full((rows, 2), 8.0 * side, device=device, dtype=prompts.dtype)
         extras = {"resolution": size, "aspect_ratio": torch.ones_like(size[:, :1])}
@@ -466,7 +467,7 @@ def _pixart_inputs(target: nn.Module, siblings: int) -> dict[str, Any]:
     }
 
 
-def _wan_inputs(target: nn.Module, siblings: int) -> dict[str, Any]:
+def _wan_inputs(target: Any, siblings: int) -> dict[str, Any]:
     config, rows = target.config, _GROUPS * siblings
     frames, height, width = config.patch_size
     # With image tokens, the layers take the last 512 tokens for the text.
