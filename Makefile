@@ -59,6 +59,16 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu and not vllm"
 
+# ctest beside the build with each set of sanitizers; cmake and ninja are those of the environment.
+test-native: $(STAMP)
+	set -e; export PATH="$(CURDIR)/$(BIN):$$PATH"; for checks in "" address,undefined thread; do \
+		folder=build/native-tests/$${checks:-plain}; \
+		echo "== C++ tests, $${checks:-plain}"; \
+		cmake -S csrc -B $$folder -G Ninja -DUNIRL_BUILD_EXTENSION=OFF -DUNIRL_BUILD_TESTS=ON -DUNIRL_SANITIZE=$$checks > /dev/null; \
+		cmake --build $$folder | tail -n 1; \
+		ctest --test-dir $$folder --output-on-failure --timeout 120 | tail -n 20; \
+	done
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -26,7 +28,8 @@ constexpr int64_t kBlock = 256;
 enum class Dtype : int { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
 // Calls body(begin, end) on disjoint ranges that cover [0, count). Ranges never change results: every row (or
-// word tile) is computed in one call, whatever the number of threads.
+// word tile) is computed in one call, whatever the number of threads. A range whose thread cannot be started runs
+// here, and what a body throws comes out of the call: neither ends the process.
 template <typename Body>
 void parallel_for(int64_t count, int64_t work_per_item, int num_threads, const Body& body) {
   constexpr int64_t kLeastWork = 1 << 15;  // elements that repay the start of a thread
@@ -36,13 +39,28 @@ void parallel_for(int64_t count, int64_t work_per_item, int num_threads, const B
     if (count > 0) body(int64_t{0}, count);
     return;
   }
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(threads));
+  const auto run = [&](int64_t part) noexcept {
+    try {
+      body(count * part / threads, count * (part + 1) / threads);
+    } catch (...) {
+      errors[static_cast<size_t>(part)] = std::current_exception();
+    }
+  };
   std::vector<std::thread> others;
-  others.reserve(threads - 1);
-  for (int64_t i = 1; i < threads; ++i) {
-    others.emplace_back([&, i] { body(count * i / threads, count * (i + 1) / threads); });
+  others.reserve(static_cast<size_t>(threads - 1));
+  for (int64_t part = 1; part < threads; ++part) {
+    try {
+      others.emplace_back(run, part);
+    } catch (const std::system_error&) {
+      run(part);
+    }
   }
-  body(int64_t{0}, count / threads);
+  run(0);
   for (auto& thread : others) thread.join();
+  for (const auto& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
 }
 
 UNIRL_INLINE float bits_to_float(uint32_t bits) {

@@ -29,7 +29,8 @@ UNIRL_INLINE Vector splat(float value) { return Vector{} + value; }
 
 UNIRL_INLINE int64_t whole_vectors(int64_t count) { return (count + kVector - 1) / kVector * kVector; }
 
-// exp(x) for x <= 0: 2^k times a polynomial on [-ln2/2, ln2/2]; below -87 the result is 0.
+// exp(x) for x <= 0: 2^k times a polynomial on [-ln2/2, ln2/2]; below -87 the result is 0. NaN stays NaN: the power of
+// two, whose bits mean nothing then, is a factor and not added to the polynomial's exponent.
 UNIRL_INLINE Vector exponential(Vector x) {
   const Bits lost = x < splat(-87.0f);
   x = lost ? splat(-87.0f) : x;
@@ -45,8 +46,8 @@ UNIRL_INLINE Vector exponential(Vector x) {
   p = p * r + splat(0.5f);
   p = p * r + splat(1.0f);
   p = p * r + splat(1.0f);
-  const Bits exponent = (reinterpret_cast<Bits>(shifted) - reinterpret_cast<Bits>(magic)) << 23;
-  const Vector value = reinterpret_cast<Vector>(reinterpret_cast<Bits>(p) + exponent);
+  const Bits exponent = (reinterpret_cast<Bits>(shifted) - reinterpret_cast<Bits>(magic) + 127) << 23;
+  const Vector value = p * reinterpret_cast<Vector>(exponent);
   return lost ? Vector{} : value;
 }
 

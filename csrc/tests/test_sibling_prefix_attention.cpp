@@ -137,6 +137,32 @@ void a_row_and_its_gradients_have_the_bits_they_have_alone() {
   CHECK(std::memcmp(one.grads[1].get(), all.grads[1].get() + row * own, sizeof(float) * own) == 0);
 }
 
+void threads_do_not_change_a_bit() {
+  Operands one({8, 4, 4, 2, 40, 20, 32}), many({8, 4, 4, 2, 40, 20, 32});
+  one.run(1);
+  one.run_backward(1);
+  many.run(4);
+  many.run_backward(4);
+  CHECK(std::memcmp(one.out.get(), many.out.get(), sizeof(float) * one.query_size()) == 0);
+  const int64_t sizes[5] = {one.query_size(), one.own_size(), one.own_size(), one.prefix_size(), one.prefix_size()};
+  for (int i = 0; i < 5; ++i) {
+    CHECK(std::memcmp(one.grads[i].get(), many.grads[i].get(), sizeof(float) * sizes[i]) == 0);
+  }
+}
+
+void a_nan_of_any_payload_stays_nan() {
+  for (const uint32_t bits : {0x7FC00000u, 0x7FC00001u, 0x7FC00155u, 0xFFFFFFFFu, 0x7F800001u}) {
+    Operands o({1, 1, 2, 1, 3, 4, 5});
+    std::memcpy(o.key.get(), &bits, sizeof(bits));
+    o.run(1);
+    for (int64_t i = 0; i < o.query_size(); ++i) CHECK(std::isnan(o.out[i]));
+    Operands row({1, 1, 2, 1, 3, 4, 5});
+    std::memcpy(row.query.get() + 5, &bits, sizeof(bits));  // token 1 of head 0
+    row.run(1);
+    for (int64_t i = 0; i < row.query_size(); ++i) CHECK(std::isnan(row.out[i]) == (i >= 5 && i < 10));
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -145,6 +171,8 @@ int main() {
     forward_and_gradients_follow_the_definition(shape);
   }
   a_row_and_its_gradients_have_the_bits_they_have_alone();
+  threads_do_not_change_a_bit();
+  a_nan_of_any_payload_stays_nan();
   Operands none({0, 0, 2, 1, 3, 0, 4});
   none.run(2);
   none.run_backward(2);

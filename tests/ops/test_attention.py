@@ -190,7 +190,7 @@ def test_ragged_prefixes_equal_the_joint_softmax_of_each_group(backend: str) -> 
     length=st.integers(1, 20),
     prefix=st.integers(0, 20),
     head_size=st.integers(1, 40),
-    layout=st.sampled_from(["heads first", "tokens first", "strided", "expanded"]),
+    layout=st.sampled_from(["heads first", "tokens first", "head size outside", "strided", "expanded"]),
     scale=st.sampled_from([None, 0.3, 1.0]),
 )
 def test_native_equals_the_reference_on_any_shape_and_stride(
@@ -205,12 +205,12 @@ def test_native_equals_the_reference_on_any_shape_and_stride(
     scale: float | None,
 ) -> None:
     inputs = list(make(groups, siblings, key_heads * repeats, key_heads, length, prefix, head_size))
-    if layout == "tokens first":
-        inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
-    elif layout == "strided":
+    if layout == "strided":
         inputs = [torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in inputs]
     elif layout == "expanded":
         inputs[3] = inputs[3][:1].expand(groups, -1, -1, -1)
+    else:
+        inputs = [in_layout(tensor, layout) for tensor in inputs]
     results = []
     for backend in ("native", "reference"):
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -231,15 +231,67 @@ def test_gradient_in_float64(backend: str) -> None:
     assert torch.autograd.gradcheck(function, leaves, eps=1e-6, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["native", "composite"])
-def test_opcheck_attention(backend: str) -> None:
-    leaves = [tensor.requires_grad_() for tensor in make(2, 2, 4, 2, 3, 5, 16)]
-    operator = torch.ops.unirl.sibling_prefix_attention.default
-    results = torch.library.opcheck(operator, (*leaves, None, 0.25, backend))
+def in_layout(tensor: Tensor, layout: str) -> Tensor:
+    """The same values ``[rows, heads, tokens, D]`` otherwise in memory."""
+    if layout == "tokens first":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "head size outside":
+        return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+    return tensor[:1].expand_as(tensor) if layout == "expanded" else tensor
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, ""])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "head size outside", "expanded"])
+def test_opcheck_attention(backend: str, layout: str) -> None:
+    leaves = [in_layout(tensor, layout).requires_grad_() for tensor in make(2, 2, 4, 2, 3, 5, 16)]
+    options = (None if backend == "composite" else torch.tensor([1, 5]), 0.25, backend)
+    attention = torch.ops.unirl.sibling_prefix_attention
+    # Tracing with sizes as symbols takes most of the time and does not depend on the layout.
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if layout == "tokens first":
+        tests.append("test_aot_dispatch_dynamic")
+    results = torch.library.opcheck(attention.default, (*leaves, *options), test_utils=tests)
     assert set(results.values()) == {"SUCCESS"}, results
-    if backend == "native":
-        ragged = (*(leaf.detach() for leaf in leaves), torch.tensor([1, 5]), 0.25, backend)
-        assert set(torch.library.opcheck(operator, ragged).values()) == {"SUCCESS"}
+    inputs = [leaf.detach() for leaf in leaves]
+    out, lse = attention(*inputs, *options)
+    backward = (torch.randn_like(out), *inputs, out, lse, *options)
+    if backend == "reference":
+        tests.remove("test_schema")  # runs in a dispatch mode, where autograd, which the reference uses, is off
+    results = torch.library.opcheck(
+        torch.ops.unirl.sibling_prefix_attention_backward.default, backward, test_utils=tests
+    )
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FC00155])
+def test_a_nan_of_any_payload_spoils_its_row_and_no_other(backend: str, bits: int) -> None:
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    for which in range(5):
+        inputs = make(2, 2, 2, 1, 3, 4, 5)
+        inputs[which][0, 0, 0, 0] = nan
+        out = sibling_prefix_attention(*inputs, backend=backend)
+        spoilt = out.isnan()
+        # A value spoils its column alone.
+        seen = spoilt[..., 0] if which in (2, 4) else spoilt
+        if which == 0:
+            assert bool(seen[0, 0, 0].all()) and int(seen.sum()) == 5
+        else:
+            rows = 2 if which >= 3 else 1
+            assert bool(seen[:rows].all()) and not bool(seen[rows:].any())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("groups", "length", "prefix"), [(0, 3, 2), (1, 0, 2), (1, 0, 0), (2, 3, 0)])
+def test_empty_batches_tokens_and_prefixes_have_results_and_gradients(
+    backend: str, groups: int, length: int, prefix: int
+) -> None:
+    leaves = [tensor.requires_grad_() for tensor in make(groups, 2, 2, 1, length, prefix, 4)]
+    out, lse = sibling_prefix_attention(*leaves, return_lse=True, backend=backend)
+    assert out.shape == (2 * groups, 2, length, 4) and lse.shape == out.shape[:3]
+    grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True, materialize_grads=True)
+    for grad, leaf in zip(grads, leaves, strict=True):
+        assert grad.shape == leaf.shape and bool(grad.isfinite().all())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -259,6 +311,31 @@ def test_packed_buffer_attends_to_what_was_written_without_a_copy(backend: str) 
         packed.write_own(key, value)
         exact, _ = joint_softmax((query, key, value, prefix_key, prefix_value), [5, 2])
         assert relative(packed.attend(query, backend=backend), exact) <= 5e-7
+
+
+def test_the_packed_buffer_names_bad_arguments() -> None:
+    sizes = {"num_groups": 1, "siblings": 2, "prefix_length": 2, "own_length": 3, "num_key_heads": 1}
+    for change, message in (
+        ({"siblings": 0}, "siblings is 0; allowed: at least 1"),
+        ({"siblings": 2.5}, "siblings is 2.5; allowed: an integer"),
+        ({"dtype": torch.int32}, "dtype is torch.int32; allowed: torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SiblingKV(**{"head_size": 4, **sizes, **change})
+    packed = SiblingKV(head_size=4, **sizes)
+    own, prefix = torch.zeros(2, 1, 3, 4), torch.zeros(1, 1, 2, 4)
+    for write, message in (
+        (lambda: packed.write_own(own.tolist(), own), "key must be a torch.Tensor, got list"),
+        (lambda: packed.write_own(own, own[:1]), "value has shape"),
+        (lambda: packed.write_own(own.int(), own), "key has dtype int32"),
+        (lambda: packed.write_own(own, own.clone().requires_grad_()), "value requires a gradient"),
+        (lambda: packed.write_prefix(prefix, prefix, [3]), "prefix_lengths holds 3; allowed: 0 to 2 tokens"),
+        (lambda: packed.write_prefix(prefix, prefix, [1, 1]), "prefix_lengths has shape"),
+        (lambda: packed.write_prefix(prefix, prefix, [0.5]), "a value of prefix_lengths is 0.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write()
+    assert packed.prefix_lengths is None and not packed.storage.requires_grad
 
 
 def test_native_is_the_default_on_the_cpu_and_the_reference_takes_the_rest() -> None:
@@ -294,8 +371,18 @@ def test_bad_arguments_are_named() -> None:
             {"prefix_key": prefix_key[:1].repeat(3, 1, 1, 1)},
             "prefix_value has shape|N must be a multiple of G",
         ),
-        ({"prefix_lengths": [6, 1]}, "prefix_lengths holds 6; allowed: 0 to P = 5"),
+        ({"prefix_lengths": [6, 1]}, "prefix_lengths holds 6; allowed: 0 to 5 tokens"),
         ({"prefix_lengths": [1]}, "prefix_lengths has shape"),
+        ({"prefix_lengths": [1.5, 2]}, "a value of prefix_lengths is 1.5; allowed: an integer"),
+        ({"prefix_lengths": 2}, "prefix_lengths is 2; expected a list of integers"),
+        ({"prefix_lengths": [-1, 2]}, "prefix_lengths holds -1; allowed: 0 to 5 tokens"),
+        ({"prefix_lengths": torch.ones(2, device="meta", dtype=torch.int64)}, "prefix_lengths is on meta"),
+        ({"key": key.to("meta")}, "key is on meta, query is on cpu"),
+        ({"query": query[..., :0]}, "query has head size 0|key has shape"),
+        ({"query": query[:3], "key": key[:3], "value": value[:3]}, "3 rows, prefix_key 2 groups"),
+        ({"query": query.to_sparse()}, "query must be a strided tensor"),
+        ({"scale": 1e300}, "scale is 1e.300; allowed: a finite number in the range of float32"),
+        ({"scale": "small"}, "scale is 'small'"),
         ({"scale": float("nan")}, "scale is nan"),
         (
             {"backend": "flash"},

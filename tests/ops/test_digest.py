@@ -170,6 +170,38 @@ def test_native_and_reference_agree_on_any_rows(rows: list[list[int]]) -> None:
     assert native.shape == (len(rows), 2)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 12), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]),
+    layout=st.sampled_from(["contiguous", "transposed", "offset", "every second", "expanded"]),
+)
+def test_native_reference_and_the_construction_agree_on_any_tensor(
+    shape: list[int], dtype: torch.dtype, layout: str
+) -> None:
+    generator = torch.Generator().manual_seed(sum(shape))
+    values = torch.randint(-100, 100, (*shape, 4), generator=generator).to(dtype)
+    if layout == "transposed":
+        values = values.transpose(0, -1)
+    elif layout == "offset":
+        values = values[..., 1:]
+    elif layout == "every second":
+        values = values[..., ::2]
+    elif layout == "expanded":
+        values = values[..., :1].expand(*shape, 3)
+    digest = tensor_digest([values], backend="native")
+    assert torch.equal(digest, tensor_digest([values], backend="reference"))
+    assert digest.tolist() == [expected_tensor(values)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_conjugate_and_negative_views_are_read_as_what_they_stand_for(backend: str) -> None:
+    values = torch.randn(3, 5, dtype=torch.complex64)
+    for view in (values.conj(), values.conj().imag):
+        plain = view.resolve_conj().resolve_neg().contiguous()
+        assert torch.equal(tensor_digest([view], backend=backend), tensor_digest([plain], backend=backend))
+
+
 def test_bad_arguments_are_named() -> None:
     values = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="values has dtype int32"):
@@ -182,4 +214,17 @@ def test_bad_arguments_are_named() -> None:
         layout_digest(values[0], [0, 2, 1, 3])
     with pytest.raises(ValueError, match=r"tensors\[1\] must be a torch.Tensor"):
         tensor_digest([values, [1, 2]])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="tensors is one Tensor; expected a list of tensors"):
+        tensor_digest(values)
+    with pytest.raises(ValueError, match=r"tensors\[1\] is on meta, tensors\[0\] is on cpu"):
+        tensor_digest([values, values.to("meta")])
+    for offsets, message in (
+        ([0, 1.5, 3], "a value of offsets is 1.5; allowed: an integer"),
+        (3, "offsets is 3; expected a list of integers"),
+        (torch.tensor([[0, 3]]), "offsets has 2 axes"),
+        ([], "offsets must start with 0 and end with the number of values, 3; got none"),
+        ([0, -1, 3], "offsets must not fall; -1 follows 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layout_digest(values[0], offsets)
     assert tensor_digest([]).shape == (0, 2)

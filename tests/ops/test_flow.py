@@ -451,6 +451,18 @@ def test_kl_of_equal_scales_is_the_squared_distance_of_the_means(rule: str) -> N
         ({"lengths": [1]}, "lengths has shape"),
         ({"trajectory_dtype": torch.int8}, "trajectory_dtype is"),
         ({"row_keys": ["a"]}, "row_keys has shape"),
+        ({"row_keys": [0.1, 0.2]}, "a row key is 0.1; allowed: an integer"),
+        ({"eta": math.nan}, "eta is nan; it must be finite"),
+        ({"eta": torch.tensor([0.7, torch.inf])}, "eta is inf in row 1"),
+        ({"sigma": [0.5, 0.5]}, "sigma must be a torch.Tensor, got list"),
+        ({"sigma": torch.tensor(0.5)}, "sigma has shape"),
+        ({"sigma": torch.full((2,), 0.5, device="meta")}, "sigma is on meta, sample is on cpu"),
+        ({"sample": torch.zeros(2)}, "sample has 1 axes"),
+        ({"sample": torch.zeros(2, 4, 2).to_sparse()}, "sample must be a strided tensor"),
+        ({"lengths": [1.5, 2]}, "a value of lengths is 1.5"),
+        ({"lengths": [-1, 2]}, "lengths holds -1; allowed: 0 to 4 tokens"),
+        ({"lengths": torch.ones(2, dtype=torch.int64, device="meta")}, "lengths is on meta"),
+        ({"step": 1.0}, "step is 1.0; allowed: an integer"),
         ({"backend": "fast"}, "backend is 'fast'"),
     ],
 )
@@ -470,8 +482,46 @@ def test_bad_arguments_are_named(change: dict, message: str) -> None:
         flow_step(**(arguments | change))
 
 
-def test_a_gradient_of_the_sample_is_refused() -> None:
-    x = torch.zeros(1, 2, 2, requires_grad=True)
-    half, quarter = torch.tensor([0.5]), torch.tensor([0.25])
-    with pytest.raises(ValueError, match="sample requires a gradient"):
-        flow_log_prob(x, x.detach(), x.detach(), half, quarter, eta=0.7, rule="flow")
+@pytest.mark.parametrize("name", ["sample", "next_sample", "sigma", "sigma_next", "sigma_max", "eta"])
+def test_a_gradient_that_would_be_lost_is_refused(name: str) -> None:
+    x, half, quarter = torch.zeros(1, 2, 2), torch.tensor([0.5]), torch.tensor([0.25])
+    arguments = {"sample": x, "velocity": x, "next_sample": x, "sigma": half, "sigma_next": quarter}
+    arguments |= {"sigma_max": quarter, "eta": torch.tensor([0.7])}
+    arguments[name] = arguments[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=f"{name} requires a gradient"):
+        flow_log_prob(**arguments, rule="flow")
+    with torch.no_grad():
+        flow_log_prob(**arguments, rule="flow")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_has_no_gradient(backend: str) -> None:
+    x = torch.randn(1, 2, 2, requires_grad=True)
+    outputs = flow_step(
+        x,
+        x,
+        torch.tensor([0.5]),
+        torch.tensor([0.25]),
+        eta=0.7,
+        rule="flow",
+        seed=0,
+        row_keys=[0],
+        step=0,
+        backend=backend,
+    )
+    assert not any(output.requires_grad for output in outputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shared_and_expanded_inputs_give_the_same_bits(backend: str) -> None:
+    _, _, sigma, sigma_next = random_step(3, 1, 1)
+    one = torch.randn(1, 1, 7).expand(3, 5, 7)
+    arguments = {"eta": 0.7, "rule": "flow", "backend": backend}
+    noise_key = {"seed": 1, "row_keys": torch.tensor([4]).expand(3), "step": 2}
+    results = []
+    for x in (one, one.clone(memory_format=torch.contiguous_format)):
+        following, log_prob = flow_step(x, x, sigma, sigma_next, **arguments, **noise_key)
+        leaf = x.detach().requires_grad_()
+        replayed = flow_log_prob(x, leaf, following, sigma, sigma_next, **arguments)
+        results.append((following, log_prob, *torch.autograd.grad(replayed.sum(), leaf)))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -197,11 +197,19 @@ def test_any_shape_and_key_gives_finite_noise_of_that_shape(
         ({"row_keys": [1]}, "row_keys has shape"),
         ({"row_keys": "ab"}, "row_keys is one string"),
         ({"row_keys": torch.zeros(2)}, "row_keys has dtype float32"),
-        ({"dtype": torch.int32}, "dtype is"),
+        ({"row_keys": [1.2, 1.7]}, "a row key is 1.2; allowed: an integer"),
+        ({"row_keys": 5}, "row_keys is 5; give a list"),
+        ({"shape": (2, 3.7)}, "a value of shape is 3.7; allowed: an integer"),
+        ({"shape": 2}, "shape is 2; expected a list of integers"),
+        ({"shape": (2, -1)}, "no negative size"),
+        ({"dtype": torch.int32}, "dtype is torch.int32; allowed: torch.float32"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype is torch.float8_e4m3fn"),
         ({"backend": "triton"}, "backend is 'triton'"),
     ],
 )
 def test_bad_arguments_are_named(change: dict, message: str) -> None:
-    arguments = {"seed": 0, "row_keys": [1, 2], "step": 0} | change
+    arguments = {"shape": (2, 4), "seed": 0, "row_keys": [1, 2], "step": 0} | change
     with pytest.raises(ValueError, match=message):
-        keyed_normal((2, 4), **arguments)
+        keyed_normal(**arguments)
+    with pytest.raises(ValueError, match="row_id is 5; allowed: a string"):
+        row_key(5)  # type: ignore[arg-type]

@@ -76,6 +76,21 @@ def test_nan_payloads_and_signed_zeros_survive(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_in_float64(backend: str) -> None:
+    rows = [torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True) for length in (2, 0, 1)]
+    assert torch.autograd.gradcheck(lambda *parts: pad_latents(parts, 3, backend=backend), rows)
+    latents = torch.randn(2, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda whole: trim_latents(whole, [3, 1], backend=backend), [latents])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_conjugate_and_negative_views_are_read_as_what_they_stand_for(backend: str) -> None:
+    values = torch.randn(2, 3, 4, dtype=torch.complex64)
+    assert torch.equal(pad_latents([values.conj()], backend=backend)[0], values.conj().resolve_conj())
+    assert torch.equal(pad_latents([values.conj().imag], backend=backend)[0], -values.imag)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_is_the_backward_of_the_other(backend: str) -> None:
     rows = [torch.randn(2, length, 3, requires_grad=True) for length in (4, 1, 0, 6)]
     padded = pad_latents(rows, 7, backend=backend)
@@ -119,5 +134,19 @@ def test_bad_arguments_are_named() -> None:
         trim_latents(row, [1])
     with pytest.raises(ValueError, match="lengths has 1 values; latents has 2 rows"):
         trim_latents(latents, [1])
-    with pytest.raises(ValueError, match=r"lengths\[1\] is 4; allowed: 0 to 3"):
-        trim_latents(latents, [3, 4])
+    with pytest.raises(ValueError, match=r"rows\[1\] is on meta, rows\[0\] is on cpu"):
+        pad_latents([row, row.to("meta")])
+    with pytest.raises(ValueError, match="pad_to is 5.5; allowed: an integer"):
+        pad_latents([row], 5.5)  # type: ignore[arg-type]
+    for lengths, message in (
+        ([3, 4], r"lengths\[1\] is 4; allowed: 0 to 3"),
+        ([-1, 3], r"lengths\[0\] is -1"),
+        ([1.5, 2], "a value of lengths is 1.5; allowed: an integer"),
+        (["1", "2"], "a value of lengths is '1'"),
+        (2, "lengths is 2; expected a list of integers"),
+        (torch.tensor(2), "lengths has 0 axes"),
+        (torch.tensor([1.0, 2.0]), "lengths has dtype float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trim_latents(latents, lengths)
+    assert trim_latents(latents[:0], []) == []

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGER_DTYPES = (torch.int64, torch.int32)
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -45,21 +48,69 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(repr(choice) for choice in allowed)}")
 
 
+def check_integer(name: str, value: object) -> int:
+    """Return ``value`` as an int; raise ``ValueError`` unless it is an integer (a float would be cut off)."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; allowed: an integer") from None
+
+
+def integers(name: str, values: object) -> list[int]:
+    """Return a list of integers, or an integer tensor ``[N]`` (a device is waited for), as a list of ints."""
+    if isinstance(values, Tensor):
+        check_dtype(name, values, INTEGER_DTYPES)
+        if values.ndim != 1:
+            raise ValueError(
+                f"{name} has {values.ndim} axes; expected an integer tensor [N], or a list of integers"
+            )
+        return values.tolist()
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is {values!r}; expected a list of integers, or an integer tensor [N]")
+    return [check_integer(f"a value of {name}", value) for value in values]
+
+
 def row_values(name: str, value: float | Tensor, num_rows: int, device: torch.device) -> Tensor:
-    """Return ``value`` as a float64 tensor ``[num_rows]``: a number is repeated, a tensor must be ``[N]``."""
-    if isinstance(value, Tensor) and value.ndim:
-        check_shape(name, value, (num_rows,), "[N]")
-        check_device(name, value, device, "the sample")
-        return value.detach().to(torch.float64)
+    """Return ``value`` as a float64 tensor ``[num_rows]``: a number is repeated, a tensor must be ``[N]``.
+
+    Raises ``ValueError`` for a tensor that requires a gradient, which no operator gives, and for NaN or infinity
+    where the values are on the host.
+    """
     if isinstance(value, Tensor):
-        value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        check_dtype(name, value, (*FLOAT_DTYPES, *INTEGER_DTYPES))
+        check_no_gradient(name, value)
+        values = value.detach().to(torch.float64)
+        if value.ndim:
+            check_shape(name, value, (num_rows,), "[N]")
+            check_device(name, value, device, "the sample")
+        else:
+            values = values.to(device).expand(num_rows)
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} must be a number or a tensor [N], got {type(value).__name__}")
-    return torch.full((num_rows,), float(value), dtype=torch.float64, device=device)
+    else:
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}; it must be finite")
+        return torch.full((num_rows,), float(value), dtype=torch.float64, device=device)
+    if is_readable(values) and not bool(values.isfinite().all()):
+        row = int((~values.isfinite()).nonzero()[0])
+        raise ValueError(f"{name} is {float(values[row])} in row {row}; it must be finite")
+    return values
+
+
+def check_no_gradient(name: str, value: Tensor) -> None:
+    """Raise ``ValueError`` if a gradient of ``value`` would be lost."""
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, but this operator has none for it; detach it")
 
 
 def token_counts(
-    lengths: Sequence[int] | Tensor | None, num_rows: int, bound: int, device: torch.device
+    lengths: Sequence[int] | Tensor | None,
+    num_rows: int,
+    bound: int,
+    device: torch.device,
+    *,
+    name: str = "lengths",
+    axis: str = "[N]",
 ) -> Tensor | None:
     """Return ``lengths`` as an int64 tensor ``[num_rows]`` on ``device``; ``None`` stays ``None``.
 
@@ -69,17 +120,20 @@ def token_counts(
     if lengths is None:
         return None
     if isinstance(lengths, Tensor):
-        check_dtype("lengths", lengths, (torch.int64, torch.int32))
+        check_dtype(name, lengths, INTEGER_DTYPES)
+        if lengths.is_meta and device.type != "meta":
+            raise ValueError(f"{name} is on meta and holds no values; put it on {device}")
         counts = lengths
     else:
-        counts = torch.tensor([int(length) for length in lengths], dtype=torch.int64)
-    check_shape("lengths", counts, (num_rows,), "[N]")
-    if is_readable(counts) and num_rows:
-        low, high = int(counts.min()), int(counts.max())
+        counts = torch.tensor(integers(name, lengths), dtype=torch.int64)
+    check_shape(name, counts, (num_rows,), axis)
+    moved = counts.to(device=device, dtype=torch.int64)
+    known = next((values for values in (counts, moved) if is_readable(values)), None)
+    if known is not None and num_rows:
+        low, high = int(known.min()), int(known.max())
         if low < 0 or high > bound:
-            wrong = low if low < 0 else high
-            raise ValueError(f"lengths holds {wrong}; every row needs between 0 and {bound} tokens")
-    return counts.to(device=device, dtype=torch.int64)
+            raise ValueError(f"{name} holds {low if low < 0 else high}; allowed: 0 to {bound} tokens")
+    return moved
 
 
 def is_readable(value: Tensor) -> bool:

@@ -59,11 +59,28 @@ def why_not(name: str, inputs: Inputs, prefix_lengths: Tensor | None, scale: flo
 
 
 def route(inputs: Inputs, prefix_lengths: Tensor | None, scale: float) -> str:
-    """Return the preferred kernel that takes a call; ``inputs`` are query, key, value, prefix key and value."""
-    for name in _ORDER.get(inputs[0].device.type, (REFERENCE,)):
+    """Return the preferred kernel that takes a call; ``inputs`` are query, key, value, prefix key and value.
+
+    Warns once where a kernel that this device could have is missing.
+    """
+    device_type = inputs[0].device.type
+    for name in _ORDER.get(device_type, (REFERENCE,)):
         if why_not(name, inputs, prefix_lengths, scale) is None:
             return name
+        if reason := _why_to_install(name, inputs[0]):
+            _backends.warn_once(
+                f"unirl.ops: attention on {device_type} runs without its {name} kernel, slower: {reason}"
+            )
     return REFERENCE
+
+
+def _why_to_install(name: str, query: Tensor) -> str | None:
+    """Return what would have to be installed for the kernel ``name``, ``None`` where that would not help."""
+    if name == "native":
+        return _native.why_missing("cpu")
+    if name == "triton":
+        return _backends.why_unavailable("triton", query.device.type)
+    return _native.why_missing("cuda") if module(name).fits_device(query.device.index or 0) else None
 
 
 def padded_head_size(query: Tensor) -> int | None:

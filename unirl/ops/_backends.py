@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend runs an operator: the device's own by default, a named one on request, an error when it is
-missing.
+"""Which backend runs an operator: the device's own by default, a named one on request.
+
+A named one that is missing is an error. Where the device's own is missing, plain PyTorch gives the right result, slowly:
+that is said once, by a warning that names what is missing and how to get it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
 
 import torch
 
@@ -13,8 +17,7 @@ from unirl.ops import _native
 
 REFERENCE = "reference"
 
-# The kernels of each operator by device type; what is missing is replaced by the reference unless asked for
-# by name.
+# The kernels of each operator by device type; other devices have the reference.
 _KERNELS: dict[str, dict[str, str]] = {
     "keyed_normal": {"cpu": "native", "cuda": "triton"},
     "flow": {"cpu": "native", "cuda": "triton"},
@@ -38,9 +41,24 @@ def why_unavailable(backend: str, device_type: str) -> str | None:
 
 
 def default_backend(operator: str, device_type: str) -> str:
-    """Return the backend that ``backend=None`` means on a device type."""
+    """Return the backend that ``backend=None`` means on a device type; warn once where its kernel is missing."""
     name = _KERNELS[operator].get(device_type, REFERENCE)
-    return REFERENCE if why_unavailable(name, device_type) else name
+    reason = why_unavailable(name, device_type)
+    if reason is None:
+        return name
+    warn_once(f"unirl.ops: {operator} on {device_type} runs in plain PyTorch, which is slow: {reason}")
+    return REFERENCE
+
+
+def warn_once(message: str) -> None:
+    """Give a ``RuntimeWarning`` the first time that a message comes (never while a graph is traced)."""
+    if not torch.compiler.is_compiling():
+        _warn(message)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def pick(operator: str, device: torch.device, requested: str | None) -> str:

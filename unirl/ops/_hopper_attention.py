@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from unirl.ops import _native
+from unirl.ops._attention_layout import empty_like, headed, laid_out_like
 
+CAPABILITY = (9, 0)
 HEAD_SIZES = (64, 128)
 BACKWARD_HEAD_SIZES = (128,)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -18,15 +20,19 @@ _ALIGNMENT_BYTES = 16
 _TILE_ROWS = 64  # of a query tile in the backward kernel
 
 
-@cache
 def why_missing(device_index: int) -> str | None:
     """Return what the kernel lacks on a CUDA device, or ``None``."""
     if reason := _native.why_missing("cuda"):
         return reason
-    major, minor = torch.cuda.get_device_capability(device_index)
-    if (major, minor) != (9, 0):
-        return f"it needs compute capability 9.0 (H100, H200, H20), this device has {major}.{minor}"
+    if not fits_device(device_index):
+        return f"it needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]} (H100, H200, H20); cuda:{device_index} has another"
     return None
+
+
+@cache
+def fits_device(device_index: int) -> bool:
+    """Whether a CUDA device has the instructions of the kernel."""
+    return torch.cuda.get_device_capability(device_index) == CAPABILITY
 
 
 def why_unsupported(
@@ -48,7 +54,10 @@ def why_unsupported(
         ("prefix_value", prefix_value),
     ):
         if not is_copyable(tensor):
-            return f"the memory layout of {name}; allowed: see is_copyable"
+            return (
+                f"the memory layout of {name}, strides {tuple(tensor.stride())}; allowed: values of a head adjacent, "
+                "address and other strides multiples of 16 bytes"
+            )
     return None
 
 
@@ -67,11 +76,6 @@ def is_copyable(tensor: Tensor) -> bool:
     return tensor.stride(3) == 1 and aligned and tensor.data_ptr() % _ALIGNMENT_BYTES == 0
 
 
-def _headed(tensor: Tensor) -> tuple[int, int, int, int]:
-    """(address, row stride, head stride, token stride) of ``[rows, heads, tokens, D]``, strides in elements."""
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)
-
-
 def forward(
     query: Tensor,
     key: Tensor,
@@ -86,7 +90,7 @@ def forward(
     Callers have asked :func:`why_missing` and :func:`why_unsupported`. ``prefix_lengths`` is int64 on the
     device or ``None``. A query that the copy engine cannot read is copied; keys and values never are.
     """
-    out = _like(query)
+    out = empty_like(query)
     query = _readable(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
@@ -114,7 +118,7 @@ def _call(
     num_rows, query_heads, length, head_size = query.shape
     groups, key_heads, prefix_length, _ = prefix_key.shape
     return (
-        [_headed(tensor) for tensor in (query, key, value, prefix_key, prefix_value, out)],
+        [headed(tensor) for tensor in (query, key, value, prefix_key, prefix_value, out)],
         lse.data_ptr(),
         _native.address(prefix_lengths),
         [num_rows, groups, query_heads, key_heads, length, prefix_length, head_size],
@@ -125,14 +129,6 @@ def _call(
 
 def _readable(tensor: Tensor) -> Tensor:
     return tensor if is_copyable(tensor) else tensor.contiguous()
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the same layout where that layout can be written in place, else contiguous."""
-    empty = torch.empty_like(tensor)
-    return (
-        empty if is_copyable(empty) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    )
 
 
 def backward(
@@ -154,9 +150,10 @@ def backward(
     """
     assert query.shape[3] in BACKWARD_HEAD_SIZES, query.shape
     query, grad_out, out = map(_readable, (query, grad_out, out))
-    grads = tuple(_like(tensor) for tensor in (query, key, value))
+    grads = tuple(empty_like(tensor) for tensor in (query, key, value))
     if query.numel() == 0:
-        return *(grad.zero_() for grad in grads), torch.zeros_like(prefix_key), torch.zeros_like(prefix_value)
+        prefix_grads = [empty_like(tensor) for tensor in (prefix_key, prefix_value)]
+        return *(grad.zero_() for grad in grads), *(grad.zero_() for grad in prefix_grads)
     num_rows, query_heads, length, head_size = query.shape
     groups, key_heads, prefix_length, _ = prefix_key.shape
     tiles = _native.kernels().cuda_sibling_attention_query_tiles(length, query_heads, key_heads)
@@ -177,12 +174,9 @@ def backward(
     with torch.cuda.device(query.device):
         _native.kernels().cuda_sibling_attention_backward(
             *_call(query, key, value, prefix_key, prefix_value, out, lse, prefix_lengths, scale),
-            [_headed(tensor) for tensor in (grad_out, *grads)],
+            [headed(tensor) for tensor in (grad_out, *grads)],
             [tensor.data_ptr() for tensor in (*prefix_grads, row_stats, partial_query, progress)],
             torch.cuda.current_stream().cuda_stream,
         )
-    summed = [
-        grad.sum(1).to(query.dtype) if num_rows > groups else grad[:, 0].to(query.dtype)
-        for grad in prefix_grads
-    ]
-    return *grads, *summed
+    summed = [grad.sum(1) if num_rows > groups else grad[:, 0] for grad in prefix_grads]
+    return *grads, laid_out_like(summed[0], prefix_key), laid_out_like(summed[1], prefix_value)

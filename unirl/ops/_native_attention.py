@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from unirl.ops import _native
+from unirl.ops._attention_layout import adjacent, empty_like, headed
 
 MAX_KEYS = 8192
 """Longest P + L: a task's packed keys and values stay in the cache."""
@@ -21,28 +22,12 @@ def why_unsupported(query: Tensor, prefix_key: Tensor) -> str | None:
     return None
 
 
-def _headed(tensor: Tensor) -> tuple[int, int, int, int]:
-    """(address, row stride, head stride, token stride) of ``[rows, heads, tokens, D]``, strides in elements."""
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)
-
-
-def _adjacent(tensor: Tensor) -> Tensor:
-    """The tensor itself where the values of a head are adjacent in memory, else a copy."""
-    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the same layout, or contiguous where that has no adjacent values."""
-    empty = torch.empty_like(tensor)
-    return empty if _adjacent(empty) is empty else torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
 def _call(inputs: tuple[Tensor, ...], prefix_lengths: Tensor | None, scale: float) -> tuple[object, ...]:
     query, _, _, prefix_key, _ = inputs
     num_rows, query_heads, length, head_size = query.shape
     groups, key_heads, prefix_length, _ = prefix_key.shape
     return (
-        [_headed(tensor) for tensor in inputs],
+        [headed(tensor) for tensor in inputs],
         _native.address(prefix_lengths),
         [num_rows, groups, query_heads, key_heads, length, prefix_length, head_size],
         scale,
@@ -59,11 +44,11 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention ``[N, Hq, L, D]`` and its natural log-sum-exp, float32 ``[N, Hq, L]``."""
-    inputs = tuple(map(_adjacent, (query, key, value, prefix_key, prefix_value)))
+    inputs = tuple(map(adjacent, (query, key, value, prefix_key, prefix_value)))
     counts = None if prefix_lengths is None else prefix_lengths.contiguous()
-    out, lse = _like(query), torch.empty(query.shape[:3])
+    out, lse = empty_like(query), torch.empty(query.shape[:3])
     _native.kernels().sibling_prefix_attention(
-        *_call(inputs, counts, scale), _headed(out), lse.data_ptr(), _native.num_threads()
+        *_call(inputs, counts, scale), headed(out), lse.data_ptr(), _native.num_threads()
     )
     return out, lse
 
@@ -81,16 +66,16 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, prefix_key and prefix_value, the last two summed over siblings in order."""
-    inputs = tuple(map(_adjacent, (query, key, value, prefix_key, prefix_value)))
+    inputs = tuple(map(adjacent, (query, key, value, prefix_key, prefix_value)))
     counts = None if prefix_lengths is None else prefix_lengths.contiguous()
-    upstream, result, sums = _adjacent(grad_out), _adjacent(out), lse.contiguous()
-    grads = tuple(map(_like, inputs))
+    upstream, result, sums = adjacent(grad_out), adjacent(out), lse.contiguous()
+    grads = tuple(map(empty_like, inputs))
     _native.kernels().sibling_prefix_attention_backward(
         *_call(inputs, counts, scale),
-        _headed(result),
+        headed(result),
         sums.data_ptr(),
-        _headed(upstream),
-        [_headed(grad) for grad in grads],
+        headed(upstream),
+        [headed(grad) for grad in grads],
         _native.num_threads(),
     )
     return grads[0], grads[1], grads[2], grads[3], grads[4]

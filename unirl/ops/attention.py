@@ -7,7 +7,6 @@ group and to all keys of its own sequence. Query head ``h`` uses key head ``h //
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -125,25 +124,20 @@ def _check(
     arguments.check_shape("prefix_value", prefix_value, prefix_key.shape, "[G, Hk, P, D]")
     if (groups == 0) != (num_rows == 0) or (groups and num_rows % groups):
         raise ValueError(f"query has {num_rows} rows, prefix_key {groups} groups; N must be a multiple of G")
-    lengths = None
-    if prefix_lengths is not None:
-        if isinstance(prefix_lengths, Tensor):
-            arguments.check_dtype("prefix_lengths", prefix_lengths, (torch.int64, torch.int32))
-            lengths = prefix_lengths
-        else:
-            lengths = torch.tensor([int(count) for count in prefix_lengths], dtype=torch.int64)
-        arguments.check_shape("prefix_lengths", lengths, (groups,), "[G]")
-        if groups and arguments.is_readable(lengths):
-            low, high = int(lengths.min()), int(lengths.max())
-            if low < 0 or high > prefix_length:
-                raise ValueError(
-                    f"prefix_lengths holds {low if low < 0 else high}; allowed: 0 to P = {prefix_length}"
-                )
-        lengths = lengths.to(device=query.device, dtype=torch.int64)
-    factor = head_size**-0.5 if scale is None else float(scale)
-    if not math.isfinite(factor):
-        raise ValueError(f"scale is {scale}; it must be finite")
+    lengths = arguments.token_counts(
+        prefix_lengths, groups, prefix_length, query.device, name="prefix_lengths", axis="[G]"
+    )
+    factor = head_size**-0.5 if scale is None else _checked_scale(scale)
     return AttentionArguments(query, key, value, prefix_key, prefix_value, lengths, factor)
+
+
+def _checked_scale(scale: float | Tensor) -> float:
+    number = isinstance(scale, (int, float)) or (isinstance(scale, Tensor) and scale.numel() == 1)
+    if not number or not abs(factor := float(scale)) <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"scale is {scale!r}; allowed: a finite number in the range of float32, or None for D ** -0.5"
+        )
+    return factor
 
 
 def available_attention_backends(device: torch.device | str) -> tuple[str, ...]:

@@ -14,9 +14,10 @@ mistakes, not against an adversary.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +65,11 @@ def layout_digest(
 
 def check_offsets(offsets: Tensor | Sequence[int], num_values: int) -> list[int]:
     """Return ``offsets`` as a list of ints after checking that they rise from 0 to ``num_values``."""
-    bounds = [int(offset) for offset in (offsets.tolist() if isinstance(offsets, Tensor) else offsets)]
+    bounds = arguments.integers("offsets", offsets)
     if not bounds or bounds[0] != 0 or bounds[-1] != num_values:
         raise ValueError(
-            f"offsets must start with 0 and end with the number of values, {num_values}; got {bounds}"
+            f"offsets must start with 0 and end with the number of values, {num_values}; got "
+            + (f"{bounds[0]} and {bounds[-1]}" if bounds else "none")
         )
     for low, high in itertools.pairwise(bounds):
         if high < low:
@@ -88,12 +90,14 @@ def tensor_digest(tensors: Sequence[Tensor], *, backend: str | None = None) -> T
     Returns:
         int64 ``[M, 2]`` on the tensors' device (the CPU when there are none).
     """
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise ValueError(f"tensors is one {type(tensors).__name__}; expected a list of tensors")
     tensors = list(tensors)
+    if not tensors:
+        return torch.zeros((0, 2), dtype=torch.int64)
     for index, tensor in enumerate(tensors):
         arguments.check_tensor(f"tensors[{index}]", tensor)
         arguments.check_device(f"tensors[{index}]", tensor, tensors[0].device, "tensors[0]")
-    if not tensors:
-        return torch.zeros((0, 2), dtype=torch.int64)
     if _backends.pick("digest", tensors[0].device, backend) == _backends.REFERENCE:
         return torch.stack([tensor_digest_reference(tensor) for tensor in tensors])
     return torch.ops.unirl.tensor_digest(tensors)
@@ -101,7 +105,12 @@ def tensor_digest(tensors: Sequence[Tensor], *, backend: str | None = None) -> T
 
 def tensor_header(tensor: Tensor) -> tuple[int, int]:
     """Return the two signed header words of a tensor: BLAKE2b of its dtype's name and its shape."""
-    text = f"{str(tensor.dtype).removeprefix('torch.')}|{','.join(str(size) for size in tensor.shape)}"
+    return _header(tensor.dtype, tuple(tensor.shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
+    text = f"{str(dtype).removeprefix('torch.')}|{','.join(str(size) for size in shape)}"
     digest = hashlib.blake2b(text.encode("ascii"), digest_size=16).digest()
     return (
         int.from_bytes(digest[:8], "little", signed=True),
@@ -158,7 +167,7 @@ def layout_digest_reference(values: Tensor) -> Tensor:
 
 def tensor_digest_reference(tensor: Tensor) -> Tensor:
     """The plain PyTorch digest of one tensor; int64 ``[2]``."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.view(torch.uint8) if flat.numel() else torch.zeros(0, dtype=torch.uint8, device=flat.device)
     words = F.pad(data, (0, -data.numel() % 8)).view(torch.int64)
     num_full = words.numel() // TILE_WORDS

@@ -110,6 +110,7 @@ def flow_step(
         ValueError: shapes, dtypes, devices or values outside what is said above.
     """
     rows = _check_step(sample, velocity, sigma, sigma_next, eta, rule, lengths, sigma_max)
+    sample, velocity = sample.detach(), velocity.detach()
     arguments.check_choice("trajectory_dtype", trajectory_dtype, TRAJECTORY_DTYPES)
     keys = row_keys_tensor(row_keys, sample.shape[0], sample.device)
     check_counter("step", step)
@@ -146,18 +147,16 @@ def flow_log_prob(
             ``mean((mean - mean')^2) / (2 scale^2)``.
 
     Raises:
-        ValueError: as in :func:`flow_step`; also when ``sample`` or ``next_sample`` needs a gradient.
+        ValueError: as in :func:`flow_step`; also when anything but ``velocity`` needs a gradient.
     """
     rows = _check_step(sample, velocity, sigma, sigma_next, eta, rule, lengths, sigma_max)
     arguments.check_tensor("next_sample", next_sample)
     arguments.check_dtype("next_sample", next_sample, arguments.FLOAT_DTYPES)
     arguments.check_shape("next_sample", next_sample, sample.shape, "the shape of sample")
     arguments.check_device("next_sample", next_sample, sample.device, "sample")
-    for name, value in (("sample", sample), ("next_sample", next_sample)):
-        if value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires a gradient, but flow_log_prob has one for velocity only; detach it"
-            )
+    without = {"sample": sample, "next_sample": next_sample, "sigma": sigma, "sigma_next": sigma_next}
+    for name, value in (without if sigma_max is None else {**without, "sigma_max": sigma_max}).items():
+        arguments.check_no_gradient(name, value)
     if _backends.pick("flow", sample.device, backend) == _backends.REFERENCE:
         outputs = flow_log_prob_reference(sample, velocity, next_sample, rows, rule, return_mean)
     else:
@@ -274,7 +273,7 @@ def flow_step_reference(
     following = torch.where(scale == 0, mean, mean + scale * noise)
     if rows.lengths is not None:
         following = torch.where(arguments.real_token_mask(rows.lengths, sample), following, 0.0)
-    following = following.to(trajectory_dtype)
+    following = following.to(trajectory_dtype).contiguous()
     return following, _log_prob(following, mean, coefficients, rows.lengths)
 
 
@@ -286,7 +285,7 @@ def flow_log_prob_reference(
     mean = _mean(sample, velocity, coefficients, rows.lengths)
     log_prob = _log_prob(next_sample, mean, coefficients, rows.lengths)
     scale = coefficients.scale.to(mean.dtype)
-    return log_prob, mean if with_mean else mean.new_empty(0), scale
+    return log_prob, mean.contiguous() if with_mean else mean.new_empty(0), scale
 
 
 def flow_log_prob_backward_reference(
@@ -305,7 +304,7 @@ def flow_log_prob_backward_reference(
         outputs, upstream = [log_prob], [grad_log_prob]
         if grad_mean is not None:
             outputs, upstream = [log_prob, mean], [grad_log_prob, grad_mean]
-        return torch.autograd.grad(outputs, leaf, upstream)[0]
+        return torch.autograd.grad(outputs, leaf, upstream)[0].contiguous()
 
 
 def compute_dtype(sample: Tensor) -> torch.dtype:
@@ -336,7 +335,8 @@ def _log_prob(
     if lengths is None:
         count = torch.full_like(total, float(mean.shape[1] * per_token))
     else:
-        count = lengths.to(torch.float64) * per_token
+        # Values on an accelerator are not checked, see token_counts.
+        count = lengths.clamp(0, mean.shape[1]).to(torch.float64) * per_token
     average = total / torch.clamp(count, min=1.0)
     log_prob = coefficients.square_factor * average + coefficients.constant
     return torch.where(count > 0, log_prob, torch.zeros_like(log_prob)).to(mean.dtype)

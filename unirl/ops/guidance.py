@@ -42,8 +42,8 @@ def guided_velocity(
         cond: conditional velocity ``[N, seq, C]``; arithmetic is float32 (float64 for float64).
         text_uncond: velocity without the text, same shape, or ``None`` for no text guidance.
         image_uncond: velocity without the image, same shape, or ``None`` for no image guidance.
-        text_scale: number, or ``[N]``.
-        image_scale: number, or ``[N]``.
+        text_scale: finite number, or ``[N]``; no gradient.
+        image_scale: finite number, or ``[N]``; no gradient.
         renorm: ``"global"``: one factor a row, norms over its real tokens; ``"channel"``: one factor a token;
             ``"text_channel"``: one a token, after the text guidance and before the image guidance; ``None``:
             none.
@@ -65,8 +65,8 @@ def guided_velocity(
             arguments.check_dtype(name, branch, (cond.dtype,))
             arguments.check_device(name, branch, cond.device, "cond")
     arguments.check_choice("renorm", renorm, RENORMS)
-    if not 0.0 <= renorm_min <= 1.0:
-        raise ValueError(f"renorm_min is {renorm_min}; allowed: 0 to 1")
+    if not isinstance(renorm_min, (int, float)) or not 0.0 <= renorm_min <= 1.0:
+        raise ValueError(f"renorm_min is {renorm_min!r}; allowed: a number from 0 to 1")
     num_rows, seq, _ = cond.shape
     text = arguments.row_values("text_scale", text_scale, num_rows, cond.device)
     image = arguments.row_values("image_scale", image_scale, num_rows, cond.device)
@@ -104,7 +104,7 @@ def guided_velocity_reference(
         guided_rows = guided_rows | (image_scale != 1.0)
     if renorm in ("global", "channel"):
         guided = _renormalised(plain, guided, guided_rows, renorm, renorm_min)
-    return guided.to(cond.dtype)
+    return guided.to(cond.dtype).contiguous()
 
 
 def guided_velocity_backward_reference(
@@ -143,7 +143,21 @@ def _renormalised(plain: Tensor, guided: Tensor, rows: Tensor, kind: str | None,
     """
     plain_norm, guided_norm = _norm(plain, kind), _norm(guided, kind)
     factor = torch.clamp(plain_norm / (guided_norm + NORM_EPSILON), min=renorm_min, max=1.0)
-    return torch.where(rows, guided * factor, guided)
+    return torch.where(rows, guided * _Spread.apply(factor, guided.shape), guided)
+
+
+class _Spread(torch.autograd.Function):
+    """Repeats a factor over its row or token. Its gradient is summed in the fixed order: padding does not enter."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, shape: torch.Size) -> Tensor:
+        ctx.shape = factor.shape
+        return factor.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = ordered_sum(grad.flatten(1) if ctx.shape[1] == 1 else grad)
+        return total.reshape(ctx.shape).to(grad.dtype), None
 
 
 def _norm(values: Tensor, kind: str | None) -> Tensor:

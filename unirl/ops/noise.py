@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ def _as_signed(value: int) -> int:
 
 def row_key(row_id: str) -> int:
     """Return the 64-bit key (signed) of a row id: BLAKE2b of its UTF-8 bytes, 8 bytes, little endian."""
+    if not isinstance(row_id, str):
+        raise ValueError(f"row_id is {row_id!r}; allowed: a string (an integer is a key already)")
     digest = hashlib.blake2b(row_id.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -57,8 +59,15 @@ def row_keys_tensor(row_keys: Tensor | Sequence[str | int], num_rows: int, devic
     else:
         if isinstance(row_keys, str):
             raise ValueError("row_keys is one string; give a list with one id or key a row")
+        if not isinstance(row_keys, Iterable):
+            raise ValueError(f"row_keys is {row_keys!r}; give a list with one id or key a row")
         keys = torch.tensor(
-            [row_key(key) if isinstance(key, str) else _as_signed(int(key)) for key in row_keys],
+            [
+                row_key(key)
+                if isinstance(key, str)
+                else _as_signed(arguments.check_integer("a row key", key))
+                for key in row_keys
+            ],
             dtype=torch.int64,
         )
     arguments.check_shape("row_keys", keys, (num_rows,), "[N], one key a row")
@@ -101,7 +110,7 @@ def keyed_normal(
         seed: any integer of at most 64 bits.
         row_keys: int64 tensor ``[N]``, or a list of row ids (strings, hashed by :func:`row_key`) or integers.
         step: index of the step, 0 to 2^32 - 1.
-        dtype: floating dtype of the result; the values are float32 and then rounded to it.
+        dtype: float32, float64, bfloat16 or float16; the values are float32 and then rounded to it.
         device: where the result lies; by default where ``row_keys`` lies, or the CPU.
         stream: separates uses of one (seed, row, step): 0 is x_T, 1 the noise inside steps, others are free.
         backend: ``None`` (picked by device), ``"native"``, ``"triton"`` or ``"reference"``.
@@ -109,11 +118,10 @@ def keyed_normal(
     Raises:
         ValueError: a shape without axes, a wrong number of keys, a step, stream or seed out of range.
     """
-    shape = tuple(int(size) for size in shape)
+    shape = tuple(arguments.integers("shape", shape))
     if not shape or min(shape) < 0:
         raise ValueError(f"shape is {shape}; expected [N, ...] with at least one axis and no negative size")
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype}; allowed: a floating-point dtype")
+    arguments.check_choice("dtype", dtype, arguments.FLOAT_DTYPES)
     if device is None:
         device = row_keys.device if isinstance(row_keys, Tensor) else torch.device("cpu")
     keys = row_keys_tensor(row_keys, shape[0], torch.device(device))

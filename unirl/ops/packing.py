@@ -15,7 +15,8 @@ from unirl.ops import _backends
 def pad_latents(rows: Sequence[Tensor], pad_to: int | None = None, *, backend: str | None = None) -> Tensor:
     """Stack rows ``[K, seq_i, C]`` into ``[N, K, S, C]``, right-padded with zeros.
 
-    Bits are copied, whatever the dtype; the gradient of each row is its part of the result's gradient.
+    Bits are copied, whatever the dtype; the gradient of each row is its part of the result's gradient. The result of
+    rows in pinned memory is pinned.
 
     Args:
         rows: at least one tensor ``[K, seq_i, C]``; K, C, dtype and device are common, strides are free.
@@ -37,7 +38,7 @@ def trim_latents(
 ) -> list[Tensor]:
     """Cut ``[N, K, S, C]`` into N contiguous rows ``[K, lengths[i], C]``: the inverse of :func:`pad_latents`.
 
-    The gradient of the padding is zero.
+    The gradient of the padding is zero. Rows of pinned latents are pinned.
 
     Args:
         latents: ``[N, K, S, C]``, strides are free.
@@ -72,10 +73,11 @@ def check_rows(rows: Sequence[Tensor], pad_to: int | None) -> int:
     longest = max(row.shape[1] for row in rows)
     if pad_to is None:
         return longest
+    pad_to = arguments.check_integer("pad_to", pad_to)
     if longest > pad_to:
         index = next(i for i, row in enumerate(rows) if row.shape[1] > pad_to)
         raise ValueError(f"rows[{index}] has {rows[index].shape[1]} tokens, more than pad_to = {pad_to}")
-    return int(pad_to)
+    return pad_to
 
 
 def check_trim(latents: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:
@@ -83,7 +85,7 @@ def check_trim(latents: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:
     arguments.check_tensor("latents", latents)
     if latents.ndim != 4:
         raise ValueError(f"latents has {latents.ndim} axes; expected [N, K, S, C]")
-    counts = [int(length) for length in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+    counts = arguments.integers("lengths", lengths)
     if len(counts) != latents.shape[0]:
         raise ValueError(f"lengths has {len(counts)} values; latents has {latents.shape[0]} rows")
     for index, count in enumerate(counts):

@@ -47,8 +47,9 @@ class SiblingKV:
             ("num_key_heads", num_key_heads, 1),
             ("head_size", head_size, 1),
         ):
-            if size < least:
+            if arguments.check_integer(name, size) < least:
                 raise ValueError(f"{name} is {size}; allowed: at least {least}")
+        arguments.check_choice("dtype", dtype, arguments.FLOAT_DTYPES)
         prefix_rows, own_rows = num_groups * prefix_length, num_groups * siblings * own_length
         self.num_groups = num_groups
         self.siblings = siblings
@@ -67,23 +68,22 @@ class SiblingKV:
         self, key: Tensor, value: Tensor, prefix_lengths: Sequence[int] | Tensor | None = None
     ) -> None:
         """Write the prefix ``[G, Hk, P, D]`` of every group, and how many of its tokens are real ``[G]``."""
-        arguments.check_shape("key", key, self.prefix_key.shape, "[G, Hk, P, D]")
-        arguments.check_shape("value", value, self.prefix_key.shape, "[G, Hk, P, D]")
-        self.prefix_key.copy_(key)
-        self.prefix_value.copy_(value)
-        if prefix_lengths is None:
-            self.prefix_lengths = None
-        else:
-            self.prefix_lengths = torch.as_tensor(
-                prefix_lengths, dtype=torch.int64, device=self.storage.device
-            )
+        lengths = arguments.token_counts(
+            prefix_lengths,
+            self.num_groups,
+            self.prefix_key.shape[2],
+            self.storage.device,
+            name="prefix_lengths",
+            axis="[G]",
+        )
+        _write("key", key, self.prefix_key, "[G, Hk, P, D]")
+        _write("value", value, self.prefix_value, "[G, Hk, P, D]")
+        self.prefix_lengths = lengths
 
     def write_own(self, key: Tensor, value: Tensor) -> None:
         """Write the siblings' own keys and values ``[N, Hk, L, D]``."""
-        arguments.check_shape("key", key, self.key.shape, "[N, Hk, L, D]")
-        arguments.check_shape("value", value, self.key.shape, "[N, Hk, L, D]")
-        self.key.copy_(key)
-        self.value.copy_(value)
+        _write("key", key, self.key, "[N, Hk, L, D]")
+        _write("value", value, self.value, "[N, Hk, L, D]")
 
     def attend(
         self,
@@ -105,3 +105,11 @@ class SiblingKV:
             return_lse=return_lse,
             backend=backend,
         )
+
+
+def _write(name: str, values: Tensor, target: Tensor, meaning: str) -> None:
+    arguments.check_tensor(name, values)
+    arguments.check_dtype(name, values, arguments.FLOAT_DTYPES)
+    arguments.check_shape(name, values, target.shape, meaning)
+    arguments.check_no_gradient(name, values)
+    target.copy_(values)

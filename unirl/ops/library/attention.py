@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from unirl.ops import _attention_backends as backends
+from unirl.ops._attention_layout import empty_like, laid_out_like
 from unirl.ops.attention import AttentionArguments, sibling_prefix_attention_reference
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor prefix_key, Tensor prefix_value"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+# Made of torch's own operators, whose results lie as these please.
+_OWN_LAYOUT = (backends.REFERENCE, "composite")
 
 torch.library.define(
     "unirl::sibling_prefix_attention",
@@ -41,8 +44,10 @@ def _forward(
     inputs = (query, key, value, prefix_key, prefix_value)
     name = backend or backends.route(inputs, prefix_lengths, scale)
     if name == backends.REFERENCE:
-        return sibling_prefix_attention_reference(AttentionArguments(*inputs, prefix_lengths, scale))
-    return backends.module(name).forward(*inputs, prefix_lengths, scale)
+        out, lse = sibling_prefix_attention_reference(AttentionArguments(*inputs, prefix_lengths, scale))
+    else:
+        out, lse = backends.module(name).forward(*inputs, prefix_lengths, scale)
+    return (laid_out_like(out, query) if name in _OWN_LAYOUT else out), lse
 
 
 @torch.library.register_fake("unirl::sibling_prefix_attention")
@@ -57,7 +62,7 @@ def _forward_fake(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype)
+    return empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype)
 
 
 @torch.library.impl("unirl::sibling_prefix_attention_backward", ("cpu", "cuda"))
@@ -77,14 +82,23 @@ def _backward_kernel(
     inputs = (query, key, value, prefix_key, prefix_value)
     name = backends.backward_of(backend or backends.route(inputs, prefix_lengths, scale), query)
     if name != backends.REFERENCE:
-        return backends.module(name).backward(grad_out, *inputs, out, lse, prefix_lengths, scale)
+        grads = backends.module(name).backward(grad_out, *inputs, out, lse, prefix_lengths, scale)
+    else:
+        grads = _reference_backward(grad_out, inputs, prefix_lengths, scale)
+    if name in _OWN_LAYOUT:
+        grads = tuple(laid_out_like(grad, tensor) for grad, tensor in zip(grads, inputs, strict=True))
+    return grads[0], grads[1], grads[2], grads[3], grads[4]
+
+
+def _reference_backward(
+    grad_out: Tensor, inputs: backends.Inputs, prefix_lengths: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         q, k, v, prefix_k, prefix_v = leaves
         arguments = AttentionArguments(q, k, v, prefix_k, prefix_v, prefix_lengths, scale, need_lse=False)
         result, _ = sibling_prefix_attention_reference(arguments)
-        grads = torch.autograd.grad(result, leaves, grad_out, allow_unused=True, materialize_grads=True)
-    return grads[0], grads[1], grads[2], grads[3], grads[4]
+        return torch.autograd.grad(result, leaves, grad_out, allow_unused=True, materialize_grads=True)
 
 
 @torch.library.register_fake("unirl::sibling_prefix_attention_backward")
@@ -101,7 +115,7 @@ def _backward_fake(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = [torch.empty_like(tensor) for tensor in (query, key, value, prefix_key, prefix_value)]
+    grads = [empty_like(tensor) for tensor in (query, key, value, prefix_key, prefix_value)]
     return grads[0], grads[1], grads[2], grads[3], grads[4]
 
 

@@ -24,7 +24,7 @@ torch.library.define(
 def _keyed_normal_cpu(
     shape: Sequence[int], seed: int, row_keys: Tensor, step: int, stream: int, dtype: torch.dtype
 ) -> Tensor:
-    if default_backend("keyed_normal", "cpu") == REFERENCE or dtype not in _native.DTYPE_CODES:
+    if default_backend("keyed_normal", "cpu") == REFERENCE:
         return keyed_normal_reference(row_keys, shape, seed, step, stream).to(dtype)
     out = torch.empty(tuple(shape), dtype=dtype)
     keys = row_keys.contiguous()

@@ -42,7 +42,8 @@ def _pad_latents_cpu(rows: Sequence[Tensor], bound: int) -> Tensor:
         return pad_latents_reference(rows, bound)
     whole = [_with_whole_tokens(row) for row in rows]
     num_frames, _, channels = rows[0].shape
-    out = rows[0].new_empty((len(rows), num_frames, bound, channels))
+    pinned = all(row.is_pinned() for row in rows)
+    out = torch.empty((len(rows), num_frames, bound, channels), dtype=rows[0].dtype, pin_memory=pinned)
     _native.kernels().pad_latents(
         [_packed(row) for row in whole],
         _padded(out),
@@ -84,7 +85,11 @@ def _trim_latents_cpu(latents: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         return trim_latents_reference(latents, lengths)
     whole = _with_whole_tokens(latents)
     _, num_frames, _, channels = latents.shape
-    rows = [latents.new_empty((num_frames, length, channels)) for length in lengths]
+    pinned = latents.is_pinned()
+    rows = [
+        torch.empty((num_frames, length, channels), dtype=latents.dtype, pin_memory=pinned)
+        for length in lengths
+    ]
     _native.kernels().trim_latents(
         [_packed(row) for row in rows],
         _padded(whole),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unirl.ops import _native
 from unirl.ops.flow import RULES, StepArguments, compute_dtype
+from unirl.ops.triton import on_device_of_first
 from unirl.ops.triton.noise import noise_chunk, noise_key
 
 CHUNK = 1024
@@ -306,6 +307,7 @@ class _Launch:
         )
 
 
+@on_device_of_first
 def flow_step(
     sample: Tensor,
     velocity: Tensor,
@@ -342,6 +344,7 @@ def flow_step(
     return following, launch.log_prob
 
 
+@on_device_of_first
 def flow_log_prob(
     sample: Tensor, velocity: Tensor, next_sample: Tensor, rows: StepArguments, rule: str, with_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -369,6 +372,7 @@ def flow_log_prob(
     return launch.log_prob, mean, launch.scale
 
 
+@on_device_of_first
 def flow_log_prob_backward(
     grad_log_prob: Tensor,
     grad_mean: Tensor | None,

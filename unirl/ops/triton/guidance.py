@@ -14,10 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from unirl.ops import _native
+from unirl.ops.triton import on_device_of_first
 
 TILE = 1024
 """Elements of a program."""
 SUM_BLOCK = 128
+MAX_CHANNELS = 16384
+"""Of a token that one program holds."""
 
 
 @triton.jit
@@ -290,6 +293,11 @@ def _run(
             channels, blocks, TILE=TILE, SUM_BLOCK=SUM_BLOCK, **options,
         )  # fmt: skip
         return
+    if channels > MAX_CHANNELS:
+        raise ValueError(
+            f"cond has {channels} channels; allowed with renorm {renorm!r} on a GPU: up to {MAX_CHANNELS}; "
+            "backend='reference' takes any number"
+        )
     width = triton.next_power_of_2(channels)
     tokens = max(1, TILE // width)
     blocks = triton.cdiv(seq, tokens)
@@ -300,6 +308,7 @@ def _run(
     )  # fmt: skip
 
 
+@on_device_of_first
 def guided_velocity(
     cond: Tensor,
     text_uncond: Tensor | None,
@@ -318,6 +327,7 @@ def guided_velocity(
     return out
 
 
+@on_device_of_first
 def guided_velocity_backward(
     grad_out: Tensor,
     cond: Tensor,

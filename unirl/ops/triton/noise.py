@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unirl.ops.triton import on_device_of_first
+
 CHUNK = 1024
 
 
@@ -102,6 +104,7 @@ def _noise_kernel(out, keys, seed, step, stream, row_size, chunks, CHUNK: tl.con
     tl.store(out + row * row_size + element, noise.to(out.dtype.element_ty), mask=element < row_size)
 
 
+@on_device_of_first
 def keyed_normal(
     row_keys: Tensor, shape: Sequence[int], seed: int, step: int, stream: int, dtype: torch.dtype
 ) -> Tensor:

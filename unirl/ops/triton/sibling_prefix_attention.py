@@ -19,6 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unirl.ops._attention_layout import adjacent, empty_like
+from unirl.ops.triton import on_device_of_first
+
 HEAD_SIZES = (64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -154,10 +157,17 @@ def _attend_region(
 
 
 @triton.jit
+def _place(size, tile: tl.constexpr):
+    """(index of a tile, index of what is tiled): one grid axis, as the second is short of 2^16 programs."""
+    tiles = tl.cdiv(size, tile)
+    return tl.program_id(0) % tiles, tl.program_id(0) // tiles
+
+
+@triton.jit
 def _prefix_count(prefix_lengths, group, prefix_length, ragged: tl.constexpr):
     if ragged:
-        asked = tl.load(prefix_lengths + group).to(tl.int32)
-        count = tl.minimum(tl.maximum(asked, 0), prefix_length)
+        asked = tl.load(prefix_lengths + group)
+        count = tl.minimum(tl.maximum(asked, 0), prefix_length).to(tl.int32)
     else:
         count = prefix_length
     return count
@@ -191,10 +201,11 @@ def forward_kernel(
     tile_keys: tl.constexpr,
 ):
     """Writes ``out`` ``[N, Hq, L, D]`` and the natural log-sum-exp ``lse`` ``[N, Hq, L]``."""
-    row = (tl.program_id(1) // key_heads).to(tl.int64)
-    key_head = (tl.program_id(1) % key_heads).to(tl.int64)
+    tile, batch = _place(length * ratio, tile_rows)
+    row = (batch // key_heads).to(tl.int64)
+    key_head = (batch % key_heads).to(tl.int64)
     group = row // siblings
-    folded = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    folded = tile * tile_rows + tl.arange(0, tile_rows)
     token = (folded // ratio).to(tl.int64)
     head = key_head * ratio + folded % ratio
     exists = folded < length * ratio
@@ -254,9 +265,10 @@ def delta_kernel(
     tile_rows: tl.constexpr,
 ):
     """Writes ``delta`` ``[N, Hq, L]``, the inner product of each output row with its gradient."""
-    row = (tl.program_id(1) // query_heads).to(tl.int64)
-    head = (tl.program_id(1) % query_heads).to(tl.int64)
-    position = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    tile, batch = _place(length, tile_rows)
+    row = (batch // query_heads).to(tl.int64)
+    head = (batch % query_heads).to(tl.int64)
+    position = tile * tile_rows + tl.arange(0, tile_rows)
     token = position.to(tl.int64)
     columns = tl.arange(0, head_size)[None, :]
     exists = position < length
@@ -391,10 +403,11 @@ def query_gradient_kernel(
     tile_keys: tl.constexpr,
 ):
     """Writes the gradient of ``query`` ``[N, Hq, L, D]``."""
-    row = (tl.program_id(1) // key_heads).to(tl.int64)
-    key_head = (tl.program_id(1) % key_heads).to(tl.int64)
+    tile, batch = _place(length * ratio, tile_rows)
+    row = (batch // key_heads).to(tl.int64)
+    key_head = (batch % key_heads).to(tl.int64)
     group = row // siblings
-    folded = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    folded = tile * tile_rows + tl.arange(0, tile_rows)
     token = (folded // ratio).to(tl.int64)
     head = key_head * ratio + folded % ratio
     exists = folded < length * ratio
@@ -481,10 +494,11 @@ def key_gradient_kernel(
     Batch ``b`` is a group's prefix, read by the ``rows_per_batch`` siblings of the group, or a sibling's own keys,
     read by it alone. Share ``s`` of a batch sums over siblings ``s * rows_per_share`` and the following ones.
     """
-    batch = (tl.program_id(1) // (key_heads * shares)).to(tl.int64)
-    share = tl.program_id(1) // key_heads % shares
-    key_head = (tl.program_id(1) % key_heads).to(tl.int64)
-    positions = tl.program_id(0) * tile_keys + tl.arange(0, tile_keys)
+    key_tile, place = _place(num_keys, tile_keys)
+    batch = (place // (key_heads * shares)).to(tl.int64)
+    share = place // key_heads % shares
+    key_head = (place % key_heads).to(tl.int64)
+    positions = key_tile * tile_keys + tl.arange(0, tile_keys)
     tokens = positions.to(tl.int64)
     columns = tl.arange(0, head_size)
     end = _prefix_count(key_lengths, batch, num_keys, ragged)
@@ -502,7 +516,7 @@ def key_gradient_kernel(
     last_row = tl.minimum(first_row + rows_per_share, rows_per_batch)
     tiles_per_row = tl.cdiv(length * ratio, tile_rows)
     num_tiles = tl.maximum(last_row - first_row, 0) * tiles_per_row
-    if tl.program_id(0) * tile_keys >= end:
+    if key_tile * tile_keys >= end:
         num_tiles = 0
     for tile in range(num_tiles):
         row = batch * rows_per_batch + first_row + tile // tiles_per_row
@@ -544,15 +558,11 @@ def supports(query: Tensor) -> str | None:
     return None
 
 
-def _adjacent(tensor: Tensor) -> Tensor:
-    """The tensor itself where the values of a head are adjacent in memory, as in every usual layout."""
-    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
-
-
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
 
+@on_device_of_first
 def forward(
     query: Tensor,
     key: Tensor,
@@ -568,18 +578,16 @@ def forward(
 
     Shapes as in :func:`unirl.ops.sibling_prefix_attention`, ``prefix_lengths`` on the device or ``None``.
     """
-    query, key, value, prefix_key, prefix_value = map(
-        _adjacent, (query, key, value, prefix_key, prefix_value)
-    )
+    query, key, value, prefix_key, prefix_value = map(adjacent, (query, key, value, prefix_key, prefix_value))
     num_rows, query_heads, length, head_size = query.shape
     groups, key_heads, prefix_length, _ = prefix_key.shape
-    out = torch.empty_like(query)
+    out = empty_like(query)
     lse = torch.empty((num_rows, query_heads, length), dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, lse
     tiling = tiling or forward_tiling(head_size, query.dtype)
     ratio = query_heads // key_heads
-    forward_kernel[(triton.cdiv(length * ratio, tiling.rows), num_rows * key_heads)](
+    forward_kernel[(triton.cdiv(length * ratio, tiling.rows) * num_rows * key_heads,)](
         query,
         key,
         value,
@@ -610,6 +618,7 @@ def forward(
     return out, lse
 
 
+@on_device_of_first
 def backward(
     grad_out: Tensor,
     query: Tensor,
@@ -623,13 +632,11 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, prefix_key and prefix_value; prefix tokens that no row sees get zero."""
-    query, key, value, prefix_key, prefix_value = map(
-        _adjacent, (query, key, value, prefix_key, prefix_value)
-    )
-    grad_out, out = _adjacent(grad_out), _adjacent(out)
+    query, key, value, prefix_key, prefix_value = map(adjacent, (query, key, value, prefix_key, prefix_value))
+    grad_out, out = adjacent(grad_out), adjacent(out)
     num_rows, query_heads, length, head_size = query.shape
     groups, key_heads, prefix_length, _ = prefix_key.shape
-    grads = tuple(torch.empty_like(t) for t in (query, key, value, prefix_key, prefix_value))
+    grads = tuple(empty_like(t) for t in (query, key, value, prefix_key, prefix_value))
     if query.numel() == 0:
         for grad in grads:
             grad.zero_()
@@ -637,7 +644,7 @@ def backward(
     ratio = query_heads // key_heads
     siblings = num_rows // groups
     delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(length, 64), num_rows * query_heads)](
+    delta_kernel[(triton.cdiv(length, 64) * num_rows * query_heads,)](
         out,
         grad_out,
         delta,
@@ -649,7 +656,7 @@ def backward(
         tile_rows=64,
     )
     tiling = query_gradient_tiling(head_size, query.dtype)
-    query_gradient_kernel[(triton.cdiv(length * ratio, tiling.rows), num_rows * key_heads)](
+    query_gradient_kernel[(triton.cdiv(length * ratio, tiling.rows) * num_rows * key_heads,)](
         query,
         key,
         value,
@@ -725,7 +732,7 @@ def _key_gradients(
     _, query_heads, length, head_size = query.shape
     batches, key_heads, num_keys, _ = key.shape
     tiling = key_gradient_tiling(head_size, query.dtype)
-    key_gradient_kernel[(triton.cdiv(num_keys, tiling.keys), batches * shares * key_heads)](
+    key_gradient_kernel[(triton.cdiv(num_keys, tiling.keys) * batches * shares * key_heads,)](
         query,
         key,
         value,
