@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -43,7 +44,7 @@ class Timing(NamedTuple):
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, date, commit and versions: what a row of results is worth nothing without."""
+    """Hardware, its load, date, commit and versions: what a row of results is worth nothing without."""
     found: dict[str, Any] = {
         "date": date.today().isoformat(),
         "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
@@ -58,6 +59,7 @@ def environment() -> dict[str, Any]:
             continue
     found["cpu"] = _cpu_name()
     found["threads"] = torch.get_num_threads()
+    found["load"] = round(os.getloadavg()[0], 2)
     if torch.cuda.is_available():
         found["hardware"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
