@@ -135,7 +135,11 @@ def compile_for_hopper(head_size: int) -> dict[str, dict[str, int]]:
                 signature[parameter] = "*bf16"
                 attributes[(position,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        options = {
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+            "enable_fp_fusion": True,
+        }
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         found[name] = {**_resources(compiled.asm["cubin"]), "shared": compiled.metadata.shared}
     return found
@@ -156,7 +160,11 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    import triton
+
+    found: dict[str, Any]
     if sys.argv[1] == "interpret":
-        print(json.dumps({name: interpret(name) for name in CASES}))
+        found = {name: interpret(name) for name in CASES}
     else:
-        print(json.dumps(compile_for_hopper(int(sys.argv[2]))))
+        found = compile_for_hopper(int(sys.argv[2]))
+    print(json.dumps({"triton": triton.__version__, "kernels": found}))

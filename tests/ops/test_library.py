@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import unirl.ops as ops
-from unirl.ops import _backends
+from unirl.ops import _attention_backends, _backends, _hopper_attention
 
 ROWS = (
     torch.tensor([1.0, 0.5], dtype=torch.float64),
@@ -99,6 +103,122 @@ def test_importing_the_operators_loads_no_framework_and_starts_nothing() -> None
 def test_the_extension_is_built_and_is_the_default_on_the_cpu() -> None:
     for operator in ("keyed_normal", "flow", "guided_velocity", "packing", "digest"):
         assert _backends.default_backend(operator, "cpu") == "native"
+
+
+# Where each operator has its opcheck: beside what it needs, here or in the operator's own test file.
+CHECKED = {
+    "keyed_normal",
+    "flow_step",
+    "flow_log_prob",
+    "flow_log_prob_backward",
+    "guided_velocity",
+    "guided_velocity_backward",
+    "pad_latents",
+    "trim_latents",
+    "layout_digest",
+    "tensor_digest",
+    "sibling_prefix_attention",
+    "sibling_prefix_attention_backward",
+}
+
+
+def test_every_operator_has_an_opcheck() -> None:
+    registered = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("unirl::")
+    }
+    assert registered == CHECKED
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert all(f".{name}.default" in text for name in CHECKED)
+
+
+def test_a_wrong_fake_rule_or_gradient_is_found() -> None:
+    with torch.library._scoped_library("unirl_wrong", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.define("thrice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: (2 * x).contiguous(), "CPU")
+        library.impl("thrice", lambda x: 3 * x, "CPU")
+        torch.library.register_fake("unirl_wrong::twice", torch.empty_like, lib=library)  # other strides
+        torch.library.register_fake("unirl_wrong::thrice", torch.empty_like, lib=library)
+        torch.library.register_autograd("unirl_wrong::thrice", lambda ctx, grad: 2 * grad, lib=library)
+        with pytest.raises(Exception, match="test_faketensor failed"):
+            opcheck(torch.ops.unirl_wrong.twice.default, (torch.randn(3, 4).t(),))
+        leaf = torch.randn(3, dtype=torch.float64, requires_grad=True)
+        with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+            torch.autograd.gradcheck(torch.ops.unirl_wrong.thrice, (leaf,))
+
+
+@pytest.fixture
+def nothing_warned() -> Iterator[None]:
+    """Warnings come again, whatever came before this test, and count for none that follow."""
+    _backends._warn.cache_clear()
+    yield
+    _backends._warn.cache_clear()
+
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backends._native, "extension", None)
+    monkeypatch.setattr(_backends, "HAS_TRITON", False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("operator", ["keyed_normal", "flow", "guided_velocity", "packing", "digest"])
+def test_a_missing_kernel_is_told_once_and_an_asked_one_is_an_error(
+    operator: str, device: str, monkeypatch: pytest.MonkeyPatch, nothing_warned: None
+) -> None:
+    kernel = "triton" if device == "cuda" and operator not in ("packing", "digest") else "native"
+    remedy = "pip install triton" if kernel == "triton" else r"run pip install -e \."
+    without_kernels(monkeypatch)
+    with pytest.warns(RuntimeWarning, match=f"{operator} on {device} runs in plain PyTorch.*{remedy}"):
+        assert _backends.pick(operator, torch.device(device), None) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _backends.pick(operator, torch.device(device), None) == "reference"
+        assert _backends.pick(operator, torch.device(device), "reference") == "reference"
+    with pytest.raises(ValueError, match=f"'{kernel}' is not available on {device}: .*{remedy}"):
+        _backends.pick(operator, torch.device(device), kernel)
+
+
+def test_an_extension_without_cuda_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backends._native.extension, "cuda_architectures", None)
+    with pytest.raises(ValueError, match="built without CUDA; install with nvcc on the PATH"):
+        _backends.pick("digest", torch.device("cuda"), "native")
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_attention_tells_of_a_missing_kernel_that_the_device_could_have(
+    hopper: bool, monkeypatch: pytest.MonkeyPatch, nothing_warned: None
+) -> None:
+    with FakeTensorMode():
+        inputs = tuple(torch.empty(2, 2, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(5))
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(_hopper_attention, "fits_device", lambda index: hopper)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert _attention_backends.route(inputs, None, 0.1) == "reference"
+        assert _attention_backends.route(inputs, None, 0.1) == "reference"
+    texts = [str(warning.message) for warning in caught]
+    expected = ["hopper", "triton"] if hopper else ["triton"]
+    assert all(f"without its {name} kernel" in text for name, text in zip(expected, texts, strict=True))
+    assert "pip install triton" in texts[-1]
+    with pytest.raises(ValueError, match="'triton' cannot run this call on cuda: Triton is not installed"):
+        _attention_backends.check_requested("triton", inputs, None, 0.1)
+    with pytest.raises(ValueError, match="'hopper' cannot run this call on cuda: the extension"):
+        _attention_backends.check_requested("hopper", inputs, None, 0.1)
+
+
+def test_attention_on_the_cpu_tells_of_a_missing_extension_but_not_of_what_it_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, nothing_warned: None
+) -> None:
+    inputs = tuple(torch.randn(2, 2, 3, 8) for _ in range(5))
+    half = tuple(tensor.bfloat16() for tensor in inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _attention_backends.route(half, None, 0.1) == "reference"
+    without_kernels(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="attention on cpu runs without its native kernel"):
+        assert _attention_backends.route(inputs, None, 0.1) == "reference"
 
 
 def test_an_unavailable_backend_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

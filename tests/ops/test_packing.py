@@ -136,7 +136,7 @@ def test_bad_arguments_are_named() -> None:
         trim_latents(latents, [1])
     with pytest.raises(ValueError, match=r"rows\[1\] is on meta, rows\[0\] is on cpu"):
         pad_latents([row, row.to("meta")])
-    with pytest.raises(ValueError, match="pad_to is 5.5; allowed: an integer"):
+    with pytest.raises(ValueError, match=r"pad_to is 5\.5; allowed: an integer"):
         pad_latents([row], 5.5)  # type: ignore[arg-type]
     for lengths, message in (
         ([3, 4], r"lengths\[1\] is 4; allowed: 0 to 3"),

@@ -4,10 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,41 +11,50 @@ import torch
 pytest.importorskip("triton")
 
 from tests.ops import attention_triton_cases as cases
+from tests.ops.triton_versions import VERSIONS, run_script, used_version
 
-ROOT = Path(__file__).parents[2]
 FLOAT16_ERROR = 1e-3
 FLOAT32_ERROR = 1e-6
 
 
-def run_cases(*arguments: str, **environment: str) -> dict[str, dict[str, float]]:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/ops/attention_triton_cases.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, float]]:
-    return run_cases("interpret", TRITON_INTERPRET="1")
+    return interpret("installed")
+
+
+def interpret(version: str) -> dict[str, dict[str, float]]:
+    report = json.loads(
+        run_script("attention_triton_cases.py", "interpret", version=version, TRITON_INTERPRET="1")
+    )
+    assert report["triton"] == used_version(version)
+    return report["kernels"]
 
 
 @pytest.mark.xdist_group("attention_triton")
 @pytest.mark.parametrize("name", list(cases.CASES))
 def test_interpreted_kernels_equal_float64(name: str, interpreted: dict[str, dict[str, float]]) -> None:
+    check_errors(name, interpreted[name])
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_equal_float64_with_the_oldest_triton() -> None:
+    for name, errors in interpret("3.6.0").items():
+        check_errors(name, errors)
+
+
+def check_errors(name: str, errors: dict[str, float]) -> None:
     bound = FLOAT16_ERROR if cases.CASES[name][7] is torch.float16 else FLOAT32_ERROR
-    errors = interpreted[name]
     assert set(errors) == {"out", "lse", "query", "key", "value", "prefix_key", "prefix_value"}
     assert all(error < bound for error in errors.values()), errors  # a NaN is not below the bound
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_hopper_code_stays_within_registers_and_shared_memory(head_size: int) -> None:
-    found = run_cases("compile", str(head_size))
+def test_hopper_code_stays_within_registers_and_shared_memory(head_size: int, version: str) -> None:
+    report = json.loads(run_script("attention_triton_cases.py", "compile", str(head_size), version=version))
+    assert report["triton"] == used_version(version)
+    found = report["kernels"]
     assert set(found) == {"forward_kernel", "query_gradient_kernel", "key_gradient_kernel"}
     for name, usage in found.items():
         assert usage["spilled"] == 0, (name, usage)

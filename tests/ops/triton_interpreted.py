@@ -9,6 +9,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import triton
 
 from unirl.ops.flow import RULES, StepArguments
 from unirl.ops.guidance import RENORMS
@@ -103,4 +104,4 @@ if __name__ == "__main__":
     steps_equal_the_cpu()
     padding_and_neighbours_leave_every_bit()
     guidance_equals_the_cpu()
-    print("equal")
+    print("equal", triton.__version__)

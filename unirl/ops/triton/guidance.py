@@ -280,6 +280,7 @@ def _run(
         "HAS_LENGTHS": lengths is not None,
         "COMPUTE": tl.float64 if cond.dtype is torch.float64 else tl.float32,
         "num_warps": 4,
+        "enable_fp_fusion": True,
     }
     if renorm == "global":
         blocks = triton.cdiv(seq * channels, TILE)

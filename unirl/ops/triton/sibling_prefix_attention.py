@@ -614,6 +614,7 @@ def forward(
         tile_keys=tiling.keys,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        enable_fp_fusion=True,
     )
     return out, lse
 
@@ -654,6 +655,7 @@ def backward(
         query_heads=query_heads,
         head_size=head_size,
         tile_rows=64,
+        enable_fp_fusion=True,
     )
     tiling = query_gradient_tiling(head_size, query.dtype)
     query_gradient_kernel[(triton.cdiv(length * ratio, tiling.rows) * num_rows * key_heads,)](
@@ -686,6 +688,7 @@ def backward(
         tile_keys=tiling.keys,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        enable_fp_fusion=True,
     )
     common = (grad_out, lse, delta)
     _key_gradients(query, key, value, None, *common, grads[1], grads[2], 1, 1, scale)
@@ -762,4 +765,5 @@ def _key_gradients(
         tile_keys=tiling.keys,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        enable_fp_fusion=True,
     )
