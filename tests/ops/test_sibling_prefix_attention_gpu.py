@@ -19,22 +19,31 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 KERNELS = ("hopper", "triton")
-# groups, siblings, query heads, key heads, L, P, head size, ragged, size of the logits
-CASES = [
-    (1, 1, 28, 4, 1026, 64, 128, False, 1),
-    (1, 2, 7, 1, 2306, 7, 128, False, 3),
-    (1, 1, 7, 1, 4098, 64, 128, False, 1),
-    (2, 2, 4, 4, 100, 1, 128, True, 1),
-    (1, 1, 8, 1, 1, 1, 128, False, 1),
-    (2, 1, 14, 2, 129, 300, 128, True, 8),
-    (1, 2, 6, 2, 7, 0, 128, False, 1),
-    (1, 1, 12, 4, 513, 1021, 128, False, 2),
-    (3, 2, 7, 1, 385, 515, 128, True, 3),
-    (1, 3, 20, 4, 321, 177, 128, False, 1),
-    (1, 2, 8, 2, 513, 77, 64, False, 5),
-    (2, 2, 8, 2, 300, 150, 64, True, 1),
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# groups, siblings, query heads, key heads, L, P, head size, ragged, size of the logits, dtype
+HOPPER_CASES = [
+    (1, 1, 28, 4, 1026, 64, 128, False, 1, BF16),
+    (1, 2, 7, 1, 2306, 7, 128, False, 3, FP16),
+    (1, 1, 7, 1, 4098, 64, 128, False, 1, BF16),
+    (2, 2, 4, 4, 100, 1, 128, True, 1, FP16),
+    (1, 1, 8, 1, 1, 1, 128, False, 1, BF16),
+    (2, 1, 14, 2, 129, 300, 128, True, 8, BF16),
+    (1, 2, 6, 2, 7, 0, 128, False, 1, FP16),
+    (1, 1, 12, 4, 513, 1021, 128, False, 2, BF16),
+    (3, 2, 7, 1, 385, 515, 128, True, 3, FP16),
+    (1, 3, 20, 4, 321, 177, 128, False, 1, BF16),
+    (1, 2, 8, 2, 513, 77, 64, False, 5, FP16),
+    (2, 2, 8, 2, 300, 150, 64, True, 1, BF16),
 ]
-ERROR = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+# Each combination of heads, head size, dtype and raggedness is compiled, for some seconds.
+TRITON_CASES = [
+    (2, 1, 14, 2, 129, 300, 128, True, 8, BF16),
+    (1, 2, 14, 2, 65, 0, 128, True, 1, BF16),
+    (1, 2, 8, 2, 513, 77, 64, False, 5, FP16),
+    (2, 2, 3, 1, 70, 33, 64, True, 2, FP32),
+]
+CASES = [*(("hopper", case) for case in HOPPER_CASES), *(("triton", case) for case in TRITON_CASES)]
+ERROR = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 1e-5}
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -76,11 +85,9 @@ def gradients(
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_equal_float64(case: tuple, kernel: str, dtype: torch.dtype) -> None:
-    groups, siblings, query_heads, key_heads, length, prefix, head_size, ragged, size = case
+@pytest.mark.parametrize(("kernel", "case"), CASES, indirect=["kernel"], ids=str)
+def test_kernels_equal_float64(case: tuple, kernel: str) -> None:
+    groups, siblings, query_heads, key_heads, length, prefix, head_size, ragged, size, dtype = case
     torch.manual_seed(time.time_ns() % 2**31)  # any valid input, not a chosen one
     inputs = make(groups, siblings, query_heads, key_heads, length, prefix, head_size, dtype)
     inputs[0].mul_(size)
@@ -106,17 +113,20 @@ def test_kernels_equal_float64(case: tuple, kernel: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("kernel", KERNELS, indirect=True)
 def test_every_run_gives_the_same_bits(kernel: str) -> None:
-    inputs = make(2, 3, 28, 4, 1026, 300, 128, torch.bfloat16)
+    heads = (28, 4) if kernel == "hopper" else (14, 2)
+    inputs = make(2, 3, *heads, 1026, 300, 128, torch.bfloat16)
+    counts = torch.tensor([300, 77], device="cuda")
     grad_out = torch.randn_like(inputs[0])
-    first = gradients(inputs, grad_out, None, kernel)
+    first = gradients(inputs, grad_out, counts, kernel)
     for _ in range(3):
-        again = gradients(inputs, grad_out, None, kernel)
+        again = gradients(inputs, grad_out, counts, kernel)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, indirect=True)
 def test_a_row_has_the_same_bits_alone_and_among_others(kernel: str) -> None:
-    inputs = make(3, 4, 28, 4, 515, 200, 128, torch.bfloat16)
+    heads = (28, 4) if kernel == "hopper" else (14, 2)
+    inputs = make(3, 4, *heads, 515, 200, 128, torch.bfloat16)
     counts = torch.tensor([200, 77, 150], device="cuda")
     grad_out = torch.randn_like(inputs[0])
     out, lse, *grads = gradients(inputs, grad_out, counts, kernel)
@@ -130,9 +140,38 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kernel: str) -> None:
 
 
 def test_layouts_that_cannot_be_read_in_place_take_another_kernel() -> None:
-    inputs = list(make(1, 2, 8, 2, 65, 30, 128, torch.bfloat16))
+    inputs = list(make(1, 2, 14, 2, 65, 30, 128, torch.bfloat16))
     wide = torch.randn(2, 2, 65, 2 * 128, device="cuda").bfloat16()
     inputs[1] = wide[..., ::2]  # the values of a head are not adjacent
     out = sibling_prefix_attention(*inputs)
     wanted, _ = joint_attention(*[tensor.double() for tensor in inputs], [30])
     assert relative_error(out, wanted) < ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_results_lie_as_a_traced_graph_expects(kernel: str) -> None:
+    inputs = make(2, 2, 14, 2, 65, 30, 128, torch.bfloat16)  # tokens first in memory
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    arguments = (*leaves, torch.tensor([30, 7], device="cuda"), 0.1, kernel)
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    operator = torch.ops.unirl.sibling_prefix_attention
+    assert set(torch.library.opcheck(operator.default, arguments, test_utils=tests).values()) == {"SUCCESS"}
+    detached = [tensor.detach() for tensor in leaves]
+    out, lse = operator(*detached, *arguments[5:])
+    backward = (torch.randn_like(out), *detached, out, lse, *arguments[5:])
+    results = torch.library.opcheck(
+        torch.ops.unirl.sibling_prefix_attention_backward.default, backward, test_utils=tests
+    )
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_empty_batches_and_prefixes_have_results_and_gradients(kernel: str) -> None:
+    for groups, length, prefix in ((0, 3, 2), (1, 0, 2), (1, 65, 0)):
+        leaves = [
+            tensor.detach().requires_grad_() for tensor in make(groups, 2, 14, 2, length, prefix, 128, BF16)
+        ]
+        out = sibling_prefix_attention(*leaves, backend=kernel)
+        assert out.shape == (2 * groups, 14, length, 128) and bool(out.isfinite().all())
+        grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True, materialize_grads=True)
+        assert all(bool(grad.isfinite().all()) for grad in grads)

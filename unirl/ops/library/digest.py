@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -97,14 +98,15 @@ def _tensor_digest_cuda(tensors: Sequence[Tensor]) -> Tensor:
     if default_backend("digest", "cuda") == REFERENCE:
         return torch.stack([tensor_digest_reference(tensor) for tensor in tensors])
     whole = [tensor.contiguous() for tensor in tensors]
-    table, num_batches = [], 0
+    # The GPU waits for this table: a flat array of words is made several times faster than a tensor of tuples.
+    table, num_batches = array("q"), 0
     for tensor in whole:
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = tensor.nbytes
         batches = -(-num_bytes // _BATCH_BYTES)
-        table.append((tensor.data_ptr(), num_bytes, *tensor_header(tensor), num_batches, batches))
+        table.extend((tensor.data_ptr(), num_bytes, *tensor_header(tensor), num_batches, batches))
         num_batches += batches
     device = whole[0].device
-    entries = torch.tensor(table, dtype=torch.int64).to(device)
+    entries = torch.frombuffer(table, dtype=torch.int64).to(device)
     # The word behind the sums counts finished blocks.
     sums = torch.zeros(2 * len(whole) + 1, dtype=torch.int64, device=device)
     out = torch.empty((len(whole), 2), dtype=torch.int64, device=device)

@@ -42,7 +42,8 @@ def _pad_latents_cpu(rows: Sequence[Tensor], bound: int) -> Tensor:
         return pad_latents_reference(rows, bound)
     whole = [_with_whole_tokens(row) for row in rows]
     num_frames, _, channels = rows[0].shape
-    pinned = all(row.is_pinned() for row in rows)
+    filled = [row for row in rows if row.numel()]  # an empty row lies nowhere
+    pinned = bool(filled) and all(row.is_pinned() for row in filled)
     out = torch.empty((len(rows), num_frames, bound, channels), dtype=rows[0].dtype, pin_memory=pinned)
     _native.kernels().pad_latents(
         [_packed(row) for row in whole],
