@@ -92,7 +92,9 @@ def measure(
             lambda: (
                 as_actor(SleepingWorker)
                 .options(num_cpus=0)
-                .remote(config, 0, "rollout-0", str(folder / "rollout-0.log"), trains=False, generates=True)
+                .remote(
+                    config, 0, "rollout-0", str(folder / "rollout-0.log"), 0, trains=False, generates=True
+                )
             ),
         )
     )
