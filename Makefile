@@ -61,7 +61,7 @@ test-slow: $(STAMP)
 
 # ctest beside the build with each set of sanitizers; cmake and ninja are those of the environment.
 test-native: $(STAMP)
-	set -e; export PATH="$(CURDIR)/$(BIN):$$PATH"; for checks in "" address,undefined thread; do \
+	@set -e; export PATH="$(CURDIR)/$(BIN):$$PATH"; for checks in "" address,undefined thread; do \
 		folder=build/native-tests/$${checks:-plain}; \
 		echo "== C++ tests, $${checks:-plain}"; \
 		cmake -S csrc -B $$folder -G Ninja -DUNIRL_BUILD_EXTENSION=OFF -DUNIRL_BUILD_TESTS=ON -DUNIRL_SANITIZE=$$checks > /dev/null; \
