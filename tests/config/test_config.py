@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -95,3 +96,61 @@ def test_replayed_old_log_probs_under_lag_need_an_adapter_and_both_keys_are_name
     with pytest.raises(ValueError, match=r"old_logp_source: replay.*model\.train"):
         check(config(**lagging), asynchronous=False)
     check(config(**(lagging | {"weight_sync_interval": 1})), asynchronous=False)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "allowed"),
+    [
+        ("eval", "num_prompts", -3, "1 or more"),
+        ("eval", "num_prompts", 0, "1 or more"),
+        ("eval", "micro_batch_size", 0, "1 or more"),
+        ("eval", "grid_columns", -1, "1 or more"),
+        ("eval", "eta", -1.0, "0 or more"),
+        ("eval", "seed", 2**64, "an integer of at most 64 bits"),
+        ("sampling", "height", -8, "1 or more"),
+        ("sampling", "num_inference_steps", 0, "1 or more"),
+        ("sampling", "shift", -1.0, "a number above 0"),
+        ("sampling", "cfg_interval", [0.9, 0.1], r"\[from, to\] with 0 <= from < to <= 1"),
+        ("sampling", "cfg_renorm_min", 5.0, "0 to 1"),
+        ("algorithm", "beta", -1.0, "0 or more"),
+        ("algorithm", "adv_clip", -5.0, "a number above 0"),
+        ("optim", "betas", [0.9, 1.0], "two numbers from 0 up to, not including, 1"),
+        ("optim", "eps", 0.0, "a number above 0"),
+        ("optim", "warmup_steps", -5, "0 or more"),
+        ("optim", "weight_decay", -0.1, "0 or more"),
+        ("stack", "first_update_ratio_tol", -1e-6, "0 or more"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_by_key(
+    section: str, key: str, value: Any, allowed: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{section}\.{key} is .*; allowed: {allowed}$"):
+        check(config(**{section: {key: value}}), asynchronous=False)
+
+
+def test_an_adapter_out_of_range_is_refused_before_a_worker_builds_it() -> None:
+    for change, allowed in (
+        ({"rank": 0}, "1 or more"),
+        ({"alpha": -1}, "1 or more"),
+        ({"dropout": 0.5}, r"0 \("),
+    ):
+        with pytest.raises(ValueError, match=rf"model\.lora\.{next(iter(change))} is .*; allowed: {allowed}"):
+            check(config(model={"lora": change}), asynchronous=False)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("sampling.eta", lambda n: {"sampling": {"eta": n}}),
+        ("sampling.guidance_scale", lambda n: {"sampling": {"guidance_scale": n}}),
+        ("train_fraction", lambda n: {"train_fraction": n}),
+        ("worker_timeout_s", lambda n: {"worker_timeout_s": n}),
+        ("optim.betas[1]", lambda n: {"optim": {"betas": [0.9, n]}}),
+        ("reward_stack.cost.a", lambda n: {"reward_stack": {"cost": {"a": n}}}),
+        ("reward.scorers[0].weight", lambda n: {"reward": {"scorers": [{"name": "x", "weight": n}]}}),
+    ],
+)
+def test_no_number_of_a_recipe_is_nan_or_infinite(key: str, changes: Any, number: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)} is {number}; allowed: a finite number"):
+        check(config(**changes(number)), asynchronous=False)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from unirl.config.parse import to_plain
 from unirl.config.schema import RunConfig
 
 POSITIVE_COUNTS = (
@@ -20,8 +23,58 @@ POSITIVE_COUNTS = (
 )
 
 
+def _within(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: low <= value <= high
+
+
+RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        (
+            "model.lora.rank",
+            "model.lora.alpha",
+            "sampling.height",
+            "sampling.width",
+            "sampling.num_inference_steps",
+            "sampling.sde.iterations_per_shift",
+            "eval.num_prompts",
+            "eval.micro_batch_size",
+            "eval.grid_rows",
+            "eval.grid_columns",
+        ),
+        ("1 or more", lambda value: value >= 1),
+    ),
+    **dict.fromkeys(
+        (
+            "eval.eta",
+            "algorithm.beta",
+            "optim.weight_decay",
+            "optim.warmup_steps",
+            "stack.first_update_ratio_tol",
+        ),
+        ("0 or more", lambda value: value >= 0),
+    ),
+    **dict.fromkeys(
+        ("sampling.shift", "algorithm.adv_clip", "optim.eps"), ("a number above 0", lambda value: value > 0)
+    ),
+    **dict.fromkeys(("seed", "eval.seed"), ("an integer of at most 64 bits", _within(-(2**63), 2**64 - 1))),
+    "model.lora.dropout": ("0 (a replay has to compute what the rollout did)", lambda value: value == 0),
+    "sampling.cfg_renorm_min": ("0 to 1", _within(0, 1)),
+    "sampling.cfg_interval": (
+        "[from, to] with 0 <= from < to <= 1",
+        lambda value: 0 <= value[0] < value[1] <= 1,
+    ),
+    "optim.betas": (
+        "two numbers from 0 up to, not including, 1",
+        lambda value: all(0 <= b < 1 for b in value),
+    ),
+}
+"""What single keys may hold, beyond their type: said, and as a test. `null` is judged by the type alone."""
+
+
 def check(config: RunConfig, *, asynchronous: bool) -> None:
     """Raises `ValueError` for combinations of keys that cannot run, naming the keys to change."""
+    _finite(config)
+    _ranges(config)
     _positive(config)
     _sampling(config)
     _layout(config, asynchronous)
@@ -45,6 +98,34 @@ def check(config: RunConfig, *, asynchronous: bool) -> None:
         )
     if config.model.path is not None and not os.path.exists(config.model.path):
         raise ValueError(f"model.path {config.model.path!r} does not exist; change model.path")
+
+
+def _finite(config: RunConfig) -> None:
+    """No key of the recipe is NaN or infinite; a scorer's options are its own to judge."""
+    for key, value in _leaves(to_plain(config), ""):
+        if isinstance(value, float) and not math.isfinite(value) and ".options." not in key:
+            raise ValueError(f"{key} is {value}; allowed: a finite number")
+
+
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{where}.{name}" if where else str(name))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{where}[{index}]")
+    else:
+        yield where, value
+
+
+def _ranges(config: RunConfig) -> None:
+    for key, (allowed, holds) in RANGES.items():
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name)
+        if value is not None and not holds(value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{key} is {shown}; allowed: {allowed}")
 
 
 def _positive(config: RunConfig) -> None:
@@ -118,6 +199,8 @@ def _sampling(config: RunConfig) -> None:
         raise ValueError(
             f"sampling.eta is {sampling.eta}; allowed: above 0 while training (eval.eta may be 0)"
         )
+    if sampling.rule == "cps" and config.eval.eta > 1:
+        raise ValueError(f"eval.eta is {config.eval.eta} with sampling.rule cps; allowed: 0 to 1")
     if sampling.rule == "cps" and sampling.eta > 1:
         raise ValueError(f"sampling.eta is {sampling.eta} with rule cps; allowed: above 0 and at most 1")
 
