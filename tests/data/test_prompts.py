@@ -131,3 +131,43 @@ def test_edit_set_asks_for_another_digit_than_its_source_shows():
         assert row.image.dtype == np.uint8 and row.image.shape == (8, 8, 1) and row.image.max() > 127
         assert row.metadata["digit"] != row.metadata["source_digit"]
         assert row.prompt in {p.format(WORDS[row.metadata["digit"]]) for p in EDIT_PHRASINGS}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a", "metadata": {"x": ' + "[" * 100_000 + "]" * 100_000 + "}}", "not a row"),
+        ('{"prompt": "a", "metadata": {"digit": ' + "9" * 6000 + "}}", "not a row that can be read"),
+        ('{"prompt": "a \\ud800 three"}', "half of a surrogate pair"),
+        ('{"prompt": "a", "metadata": {"k": ["\\udc00"]}}', "half of a surrogate pair"),
+        ('{"prompt": "a", "metadata": false}', "metadata is false; allowed: an object"),
+        ('{"prompt": "a", "metadata": []}', r"metadata is \[\]; allowed: an object"),
+        ('{"prompt": "a", "image": "' + "x" * 5000 + '"}', "is not a file"),
+    ],
+    ids=["nesting", "digits", "surrogate", "surrogate-in-metadata", "false", "list", "long-name"],
+)
+def test_a_hostile_row_names_file_and_line(tmp_path, text, message):
+    path = _write(tmp_path, "rows.jsonl", '{"prompt": "fine"}\n' + text + "\n")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: .*{message}"):
+        load_file(path)
+
+
+@pytest.mark.parametrize("extension", ["jpg", "png"])
+def test_an_image_that_is_cut_short_is_found_when_the_file_is_read(tmp_path, extension):
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    whole = tmp_path / f"whole.{extension}"
+    Image.fromarray(pixels).save(whole)
+    (tmp_path / f"cut.{extension}").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    path = _write(tmp_path, "rows.jsonl", f'{{"prompt": "a", "image": "cut.{extension}"}}\n')
+    with pytest.raises(ValueError, match=rf"line 1: image 'cut.{extension}' cannot be read"):
+        load_file(path)
+
+
+def test_rows_without_images_are_the_same_rows(tmp_path):
+    Image.new("L", (4, 4)).save(tmp_path / "scan.png")
+    rows = load_file(
+        _write(tmp_path, "rows.jsonl", '{"prompt": "a", "metadata": {"digit": 1}, "image": "scan.png"}\n')
+    )
+    (tmp_path / "scan.png").unlink()
+    (row,) = rows.without_images()
+    assert (row.prompt, row.metadata, row.image) == ("a", {"digit": 1}, None) and rows.has_images

@@ -42,6 +42,17 @@ def test_weights_of_another_model_are_found_by_their_shapes(random_base: Path, t
     refused(folder, tmp_path / "run", rf"model\.preset 'bagel-digits'.*{name} \(file \[63\], model \[64\]\)")
 
 
+def test_adapter_targets_that_match_nothing_are_found_before_a_worker_starts(
+    random_base: Path, tmp_path: Path
+) -> None:
+    refused(
+        random_base,
+        tmp_path / "run",
+        r"model\.lora\.targets \['nothing'\] match no linear layer",
+        model__lora__targets=["nothing"],
+    )
+
+
 def test_an_unreadable_dataset_row_names_file_and_line(random_base: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a three"}\n{"prompt": 3}\n')

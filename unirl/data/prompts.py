@@ -76,6 +76,10 @@ class PromptDataset:
         image = _read_image(row.image) if isinstance(row.image, Path) else row.image
         return PromptRow(row.prompt, row.metadata, image)
 
+    def without_images(self) -> PromptDataset:
+        """The same rows, but no source image is read when a row is asked for."""
+        return PromptDataset(self.name, [dataclasses.replace(row, image=None) for row in self._rows])
+
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
 
@@ -135,9 +139,19 @@ def _parse_text(line: str, folder: Path, where: str) -> _StoredRow:
 def _parse_jsonl(line: str, folder: Path, where: str) -> _StoredRow:
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{where}: not JSON ({error.msg} at column {error.colno}); allowed: one object a line"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: half of a surrogate pair, {error.object[error.start]!a}; allowed: Unicode text"
+        ) from error
+    # Nesting that exhausts the parser's stack, integers of thousands of digits.
+    except (RecursionError, ValueError) as error:
+        raise ValueError(
+            f"{where}: not a row that can be read ({error}); allowed: one object a line"
         ) from error
     if not isinstance(row, dict):
         raise ValueError(f'{where}: {_shown(row)} is not an object; allowed: {{"prompt": ..., ...}}')
@@ -150,7 +164,7 @@ def _parse_jsonl(line: str, folder: Path, where: str) -> _StoredRow:
     if not isinstance(text, str) or not text.strip():
         shown = _shown(text) if "prompt" in row else "missing"
         raise ValueError(f"{where}: prompt is {shown}; allowed: a non-empty string")
-    metadata = row.get("metadata") or {}
+    metadata = {} if row.get("metadata") is None else row["metadata"]
     if not isinstance(metadata, dict):
         raise ValueError(f"{where}: metadata is {_shown(metadata)}; allowed: an object")
     if metadata.get("canvas") is not None:
@@ -164,20 +178,26 @@ def _image_path(value: Any, folder: Path, where: str) -> Path | None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{where}: image is {_shown(value)}; allowed: a path relative to the jsonl file")
     path = folder / value
-    if not path.is_file():
+    if not _is_file(path):
         raise ValueError(
-            f"{where}: image {value!r} is not a file (looked for {path}); allowed: a path "
+            f"{where}: image {value[:200]!r} is not a file (looked for {path}); allowed: a path "
             "relative to the jsonl file"
         )
     try:
-        with Image.open(path) as image:
-            image.verify()
+        _read_image(path)  # in full: whether a JPEG is cut short shows only when it is decoded
     # Pillow's decoders raise many kinds; whatever they say, what matters is the line of the unreadable row.
     except Exception as error:
         raise ValueError(
             f"{where}: image {value!r} cannot be read ({error}); allowed: an image file that Pillow opens"
         ) from error
     return path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _read_image(path: Path) -> np.ndarray:

@@ -10,6 +10,7 @@ import torch
 
 from unirl.config import RunConfig
 from unirl.models.bagel import PRESETS, Bagel, BagelConfig, BagelStage, check_weights, preset
+from unirl.train.lora import check_targets
 from unirl.train.trainable import prepare
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -93,9 +94,13 @@ def model_limits(config: RunConfig) -> ModelLimits:
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises `ValueError` when the weights are not there or are another model's. Reads file headers only."""
+    """Raises `ValueError` when the weights are not there or are another model's, or the adapter's targets match nothing. Reads
+    file headers only.
+    """
     with torch.device("meta"):
         model = Bagel(model_config(config))
+    if config.model.train == "lora":
+        check_targets(model, config.model.lora.targets)
     folder = weights_folder(config)
     try:
         check_weights(model, folder)

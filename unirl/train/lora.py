@@ -45,7 +45,7 @@ def inject(model: torch.nn.Module, config: LoraConfig, *, seed: int) -> None:
         raise ValueError(f"model.lora.rank is {config.rank}; allowed: 1 or more")
     if lora_layers(model):
         raise ValueError("the model has an adapter already; inject one once")
-    _check_targets(model, config.targets)
+    check_targets(model, config.targets)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -65,7 +65,8 @@ def inject(model: torch.nn.Module, config: LoraConfig, *, seed: int) -> None:
             factor.weight.requires_grad_(True)
 
 
-def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
+def check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
+    """Raises `ValueError` when one of `targets` matches no linear layer of `model`, or there is none."""
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     lost = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
     if lost or not targets:

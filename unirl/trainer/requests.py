@@ -52,7 +52,9 @@ class Requests:
             ["sampling.height/width"], [bound], bound, pixel_stride=pixel_stride, max_side=max_side
         )
         for dataset in (self.dataset, *self.eval_sets.values()):
-            rows = build_eval_request(dataset, range(len(dataset)), 1, self._params(NoiseRecipe(0))).parts[0]
+            # Of the texts alone: all source images at once need not fit into memory.
+            texts = dataset.without_images()
+            rows = build_eval_request(texts, range(len(texts)), 1, self._params(NoiseRecipe(0))).parts[0]
             names = [f"{dataset.name}, row {i + 1}" for i in range(len(rows))]
             check_canvases(names, rows.canvases(), bound, pixel_stride=pixel_stride, max_side=max_side)
 
