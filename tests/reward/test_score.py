@@ -88,3 +88,25 @@ def test_a_scorer_that_returns_another_number_of_scores_is_an_error():
 def test_rows_without_media_are_an_error():
     with pytest.raises(ValueError, match="no media"):
         score_rows({}, _part([0.1]).replace(media=None))
+
+
+def test_a_scorer_that_changes_its_images_and_metadata_changes_them_for_itself_alone():
+    class Careless:
+        name = "careless"
+
+        def score(self, images, prompts, metadata):
+            for image, mapping in zip(images, metadata, strict=True):
+                image[:] = 0
+                mapping["digits"].clear()
+            return [0.0] * len(images)
+
+    class Digits:
+        name = "digits"
+
+        def score(self, images, prompts, metadata):
+            return [mapping["digits"][0] for mapping in metadata]
+
+    part = _part([0.25, 0.75]).replace(metadata=({"digits": [3]}, {"digits": [4]}))
+    scores = score_rows({"careless": Careless(), "brightness": Brightness(), "digits": Digits()}, part)
+    assert scores["brightness"].tolist() == [0.25, 0.75] and scores["digits"].tolist() == [3, 4]
+    assert [float(image.mean()) for image in part.media] == [0.25, 0.75]

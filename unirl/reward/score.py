@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -83,5 +84,7 @@ def _score(name: str, scorer: Scorer, part: Part, failed: list[ScoringFailure]) 
 
 
 def _call(name: str, scorer: Scorer, part: Part) -> list[float]:
-    scores: Sequence[float] = scorer.score(part.media or (), part.prompts, part.metadata)
+    # Copies: what a scorer does to its images and metadata is seen by no other one, nor in the samples.
+    images = [image.copy() for image in part.media or ()]
+    scores: Sequence[float] = scorer.score(images, part.prompts, copy.deepcopy(part.metadata))
     return [float(value) for value in scores]
