@@ -5,9 +5,11 @@
 
 `simulator`: the 512 / 768 / 1024 example, random placements, a thousand ranks. `coordinator`: pulls a second, pure and through
 Ray from many callers, beside an actor that does nothing. `digits`: two ranks on a placement that gives one of them all large
-canvases, without a schedule and under each, with token count and with coefficients fitted on this machine. `overlap`:
-scoring beside generation, with scorers of growing cost. `train`: seconds of the slower training rank over the mean, rows dealt by
-number and by cost.
+canvases, without a schedule and under each, with token count and with coefficients fitted on this machine; the last rollouts are
+drawn beside what the simulator makes of the same plan. `overlap`: scoring beside generation, with scorers that compute and with
+one that waits. `train`: seconds of the slower training rank over the mean, rows dealt by number and by cost.
+
+Ranks of real runs are bound to a core each (`pin_workers`), so two cores are needed, and nobody else on them.
 """
 
 from __future__ import annotations
@@ -20,18 +22,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _runs import ROOT, metrics, record, table, train
+from _ranks import started
+from _runs import IMAGES, RESULTS, ROOT, metrics, record, table, train
 
+from unirl.config import RunConfig, ScorerConfig, parse
+from unirl.distributed.workloads import RowCosts
+from unirl.entry import read_recipe
+from unirl.report.timeline import draw_timelines
 from unirl.schedule.coordinator import AdaptivePacking
 from unirl.schedule.cost import TokenCount
 from unirl.schedule.plan import RolloutPlan
 from unirl.schedule.policies import StealPolicy
-from unirl.schedule.simulate import EXAMPLE_MIX, compare_schedules, parse_mix, simulate
-from unirl.schedule.timeline import read_trace
+from unirl.schedule.simulate import EXAMPLE_MIX, compare_schedules, parse_mix, simulate, simulate_plan
+from unirl.schedule.timeline import CallTimeline, chrome_trace, read_trace
 from unirl.schedule.units import Group, Workload, build_unit_table
+from unirl.trainer.requests import Requests
 
 Row = dict[str, Any]
 WARM_UP = 1
@@ -49,9 +58,15 @@ def main() -> None:
         "train": training,
     }
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
-    parser.add_argument("--rollouts", type=int, default=8, help="of each run, the first left out")
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=8,
+        help="of each run, or of each case without a trainer; the first is left out",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="of each run, variants in turn")
     parser.add_argument("--callers", type=int, default=64, help="that pull through Ray at once")
+    parser.add_argument("--cost", type=Path, help="a file of `unirl fit-cost` (default: fitted here)")
     arguments = parser.parse_args()
     for name in arguments.parts or parts:
         rows = parts[name](arguments)
@@ -192,7 +207,7 @@ def _through_ray(num_callers: int, repeats: int) -> list[Row]:
 def digits(arguments: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        cost = _fitted_cost(work)
+        cost = _fitted_cost(arguments)
         adverse = _adverse_rows(work / "adverse.jsonl")
         variants = {
             "no schedule": (),
@@ -202,43 +217,125 @@ def digits(arguments: argparse.Namespace) -> list[Row]:
             "steal, fitted cost": ("reward_stack.schedule=steal", f"reward_stack.cost={cost}"),
         }
         runs = _runs(arguments, work, adverse, variants)
+        shown = {"owner": "owner", "steal, fitted cost": "steal"}
+        pairs = [(name, runs[name][-1]["timeline"]) for name in shown]
+        pairs += [
+            (f"{name}, simulated", _simulated(adverse, cost, schedule)) for name, schedule in shown.items()
+        ]
+    (RESULTS / "schedule_digits_trace.json").write_text(json.dumps(chrome_trace(pairs)))
+    draw_timelines(pairs, IMAGES / "schedule_digits.png", unit="s")
     rows = [{"schedule": name, **_of_generation(found)} for name, found in runs.items()]
     for row in rows:
         row["wall over owner"] = row["makespan_s"] / rows[1]["makespan_s"]
     return rows
 
 
+def _simulated(data: Path, cost: Path, schedule: str) -> CallTimeline:
+    """The run's plan on ranks that take exactly what the fitted model says, canvases named as a run names them."""
+    config = _config(data, schedule, cost)
+    costs = RowCosts(config)
+    timeline = simulate_plan(costs.plan(Requests(config).training(0), 2), costs.cost)
+    names = {f"{side * side // 4} tokens": f"{side}x{side}" for side in (8, 12)}
+    return replace(timeline, calls=tuple(c._replace(canvas=names[c.canvas]) for c in timeline.calls))
+
+
+# ---- scoring beside generation, on two processes without Ray
+
+
 def overlap(arguments: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
+    waiting = {
+        f"one that waits {seconds} s a call": [
+            ScorerConfig(name="digit_probability"),
+            ScorerConfig(name="_scorers:Waiting", weight=0.0, options={"seconds": seconds}),
+        ]
+        for seconds in (0.05, 0.2)
+    }
+    scorers = {
+        "the recipe's scorers": [ScorerConfig(name="digit_probability")],
+        "the judge as well": [
+            ScorerConfig(name="digit_probability"),
+            ScorerConfig(name="digit_judge", weight=0.0),
+            ScorerConfig(name="jpeg_compressibility", weight=0.0),
+        ],
+        **waiting,
+    }
+    found: dict[tuple[str, str, bool], list[CallTimeline]] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        adverse = _adverse_rows(work / "adverse.jsonl")
-        scorers = {
-            "the recipe's scorers": (),
-            "the judge as well": (
-                "reward.scorers=[{name: digit_probability}, {name: digit_judge, weight: 0.0}, "
-                "{name: jpeg_compressibility, weight: 0.0}]",
-            ),
-        }
-        for scoring, chosen in scorers.items():
-            variants = {
-                f"{schedule or 'no schedule'}, overlap {value}": (
-                    *chosen,
-                    *([f"reward_stack.schedule={schedule}"] if schedule else []),
-                    f"reward_stack.overlap={value}",
-                )
-                for schedule in ("", "owner", "steal")
-                for value in ("false", "true")
+        cost, adverse = _fitted_cost(arguments), _adverse_rows(work / "adverse.jsonl")
+        configs = {schedule: _config(adverse, schedule, cost) for schedule in ("owner", "steal")}
+        request = Requests(configs["owner"]).training(0)
+        plans = {schedule: RowCosts(config).plan(request, 2) for schedule, config in configs.items()}
+        cases = [(s, n, o) for n in scorers for s in configs for o in (False, True)]
+        with started(2, _serve, configs["owner"], scorers, request) as ranks:
+            for turn in range(arguments.rollouts):
+                for case in random.Random(turn).sample(cases, len(cases)):
+                    schedule, name, beside = case
+                    timeline = ranks.rollout(plans[schedule], name, beside)
+                    if turn >= WARM_UP:
+                        found.setdefault(case, []).append(timeline)
+                print(f"overlap: turn {turn} of {arguments.rollouts}", flush=True)
+    rows: list[Row] = []
+    for case in cases:
+        schedule, name, beside = case
+        ratios = [
+            t.makespan / without.makespan
+            for t, without in zip(found[case], found[schedule, name, False], strict=True)
+        ]
+        rows.append(
+            {
+                "scoring": name,
+                "schedule": schedule,
+                "overlap": beside,
+                "makespan_s": statistics.median(t.makespan for t in found[case]),
+                "over ideal": statistics.median(t.tail_ratio for t in found[case]),
+                "scoring_s": statistics.median(_scoring_s(t) for t in found[case]),
+                "over without": statistics.median(ratios),
+                "rollouts": len(found[case]),
             }
-            runs = _runs(arguments, work, adverse, variants)
-            rows += [{"scoring": scoring, "variant": name, **_of_generation(r)} for name, r in runs.items()]
+        )
     return rows
+
+
+def _scoring_s(timeline: CallTimeline) -> float:
+    """Seconds in which a rank scores, the mean over the ranks."""
+    seconds = sum(call.end - call.start for call in timeline.calls if call.phase == "score")
+    return seconds / timeline.num_ranks
+
+
+def _serve(rank: int, pipe: Any, coordinators: Any, config: RunConfig, scorers: Any, request: Any) -> None:
+    """A rank bound to a core of its own, with the recipe's engine."""
+    import torch
+
+    from unirl.distributed.models import build_model
+    from unirl.distributed.pinning import pin_process
+    from unirl.reward.registry import build_scorers
+    from unirl.reward.stack import RewardStack
+    from unirl.rollout.engine.trainside import TrainsideEngine
+    from unirl.train.weights import apply_push
+
+    pin_process(rank, config.threads_per_worker)
+    torch.set_num_threads(config.threads_per_worker)
+    model, stage = build_model(config, rollout_only=True)
+    engine = TrainsideEngine(stage, model, apply_push)
+    built = {name: build_scorers(configs) for name, configs in scorers.items()}
+    while (message := pipe.recv())[0] != "end":
+        _, plan, begin, name, beside = message
+        stack = RewardStack(
+            engine, built[name], micro_batch_size=config.reward_stack.micro_batch_size, overlap=beside
+        )
+        time.sleep(max(0.0, begin - time.time()))
+        done = stack.run_share(request, plan, rank, coordinators if plan.needs_coordinator else None)
+        pipe.send((done.calls, done.num_stolen_units))
+
+
+# ---- the training tail
 
 
 def training(arguments: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        cost = _fitted_cost(work)
+        cost = _fitted_cost(arguments)
         adverse = _adverse_rows(work / "adverse.jsonl")
         variants = {
             "dealt by number": ("reward_stack.cost={c: 1.0}",),  # every row costs the same
@@ -264,9 +361,27 @@ def _runs(
 ) -> dict[str, list[Row]]:
     """Lines of the rollouts after the first of every variant's runs, with the generation's makespan of each."""
     lines: dict[str, list[Row]] = {name: [] for name in variants}
-    common = (
-        f"num_rollouts={arguments.rollouts}",
+    common = (f"num_rollouts={arguments.rollouts}", *_common(data))
+    for _ in range(arguments.repeats):
+        for name, overrides in variants.items():
+            run_dir, _ = train("digits_sync", *common, *overrides, asynchronous=False, folder=work)
+            for step, row in metrics(run_dir).items():
+                if step >= WARM_UP and "reward" in row:
+                    trace = json.loads((run_dir / "timeline" / f"rollout_{step:06d}.json").read_text())
+                    timeline = read_trace(trace)[0][1]
+                    lines[name].append({**row, "makespan_s": timeline.makespan, "timeline": timeline})
+    return lines
+
+
+def _config(data: Path, schedule: str, cost: Path) -> RunConfig:
+    keys = [*_common(data), f"reward_stack.schedule={schedule}", f"reward_stack.cost={cost}"]
+    return parse(RunConfig, read_recipe(["--config-name", "diffusion/digits/digits_sync", *keys]))
+
+
+def _common(data: Path) -> tuple[str, ...]:
+    return (
         "num_devices=2",
+        "pin_workers=true",
         "samples_per_prompt=48",  # a rank's share has to be many calls long, or there is nothing to hand over
         "reward_stack.micro_batch_size=48",
         "sampling.height=12",
@@ -274,15 +389,6 @@ def _runs(
         f"data.train={{name: null, path: {data}, shuffle: false}}",
         "~data.eval",
     )
-    for _ in range(arguments.repeats):
-        for name, overrides in variants.items():
-            run_dir, _ = train("digits_sync", *common, *overrides, asynchronous=False, folder=work)
-            for step, row in metrics(run_dir).items():
-                if step >= WARM_UP and "reward" in row:
-                    trace = json.loads((run_dir / "timeline" / f"rollout_{step:06d}.json").read_text())
-                    makespan = read_trace(trace)[0][1].makespan
-                    lines[name].append({**row, "makespan_s": makespan})
-    return lines
 
 
 def _of_generation(lines: list[Row]) -> Row:
@@ -311,9 +417,10 @@ def _adverse_rows(path: Path) -> Path:
     return path
 
 
-def _fitted_cost(work: Path) -> Path:
-    path = work / "cost.json"
-    if not path.exists():
+def _fitted_cost(arguments: argparse.Namespace) -> Path:
+    """The file that was given, or one that is measured once."""
+    if arguments.cost is None:
+        arguments.cost = Path(tempfile.mkdtemp()) / "cost.json"
         command = [
             sys.executable,
             "-m",
@@ -323,10 +430,10 @@ def _fitted_cost(work: Path) -> Path:
             "diffusion/digits/digits_mixed",
         ]
         done = subprocess.run(
-            [*command, "--out", str(path)], cwd=ROOT, capture_output=True, text=True, check=True
+            [*command, "--out", str(arguments.cost)], cwd=ROOT, capture_output=True, text=True, check=True
         )
         print(done.stdout, flush=True)
-    return path
+    return arguments.cost
 
 
 if __name__ == "__main__":

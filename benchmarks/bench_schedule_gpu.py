@@ -10,7 +10,7 @@ measures a sweep, and the cost model is fitted to the first one's. Then `steal` 
 groups run in turn, as often as `--repeats` and `--budget-s` allow; the first turn is always made. The time that counts is from
 the first rank's start to the last one's end; the target is at most 1.05 of the mean busy time. Beside it stands what the
 simulator makes of the same plan with the fitted model. Rows are written to `results/schedule_gpu.jsonl` as they come, the calls
-of every schedule's last turn to `results/schedule_gpu_trace.json`. Needs no Ray.
+of every schedule's last turn to `results/schedule_gpu_trace.json`, and drawn to `schedule_gpu.png` there. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import multiprocessing
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from _bench import RESULTS, print_table, write_rows
+from _ranks import Ranks, started
 
 PROMPT = "a photo of a lighthouse on a rock in the evening, long exposure"
 LONG_PROMPT = " ".join([PROMPT] * 8)
@@ -53,33 +51,6 @@ class Shape(NamedTuple):
     steps: int
     rows: int
     prompt: str
-
-
-class Coordinators:
-    """The pure coordinator of the current round, where all processes reach it, one at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def open(self, plan: Any) -> None:
-        from unirl.schedule.cost import RankCorrection
-
-        self._coordinator = plan.coordinator(RankCorrection(plan.num_ranks))
-
-    def pull(self, rank: int) -> Any:
-        with self._lock:
-            return self._coordinator.pull(rank)
-
-    def done_and_pull(self, rank: int, lease: int, seconds: float | None) -> Any:
-        with self._lock:
-            return self._coordinator.done_and_pull(rank, lease, seconds)
-
-
-class Manager(BaseManager):
-    pass
-
-
-Manager.register("Coordinators", Coordinators)
 
 
 class Engine:
@@ -134,43 +105,30 @@ def main() -> None:
         raise SystemExit(f"--ranks is {num_ranks}; allowed: 2 or more")
     say = _clock(began)
     estimate(arguments, num_ranks, say)
-    context = multiprocessing.get_context("spawn")
-    with Manager(ctx=context) as manager:
-        coordinators = manager.Coordinators()
-        ranks = []
-        for rank in range(num_ranks):
-            here, there = context.Pipe()
-            context.Process(
-                target=serve,
-                args=(rank, there, coordinators, arguments.device, size_of(arguments), arguments.layers),
-                daemon=True,
-            ).start()
-            there.close()  # so that a rank that dies is an end of file here
-            ranks.append(here)
-        _all(ranks, ("hello",))
+    with started(num_ranks, serve, arguments.device, size_of(arguments), arguments.layers) as ranks:
+        ranks.ask("hello")
         say(f"{num_ranks} models are built")
-        run(arguments, ranks, coordinators, began, say)
-        for pipe in ranks:
-            pipe.send(("end",))
+        run(arguments, ranks, num_ranks, began, say)
 
 
 def run(
     arguments: argparse.Namespace,
-    ranks: Sequence[Any],
-    coordinators: Any,
+    ranks: Ranks,
+    num_ranks: int,
     began: float,
     say: Callable[[str], None],
 ) -> None:
+    from unirl.report.timeline import draw_timelines
     from unirl.schedule.cost import TokenCount
     from unirl.schedule.fit import fit_cost
     from unirl.schedule.plan import RolloutPlan
     from unirl.schedule.timeline import CallTimeline, chrome_trace
 
     shapes = sweep_shapes(arguments)
-    sweeps = _all(ranks, ("sweep", shapes))  # on all, so that all are warm
+    sweeps = ranks.ask("sweep", shapes)  # on all, so that all are warm
     say(f"swept {len(shapes)} shapes")
     size, layers = size_of(arguments), layers_of(arguments)
-    common = {"ranks": len(ranks), "preset": size.preset, "layers": layers}
+    common = {"ranks": num_ranks, "preset": size.preset, "layers": layers}
     measured = [
         {
             "part": "sweep",
@@ -188,26 +146,23 @@ def run(
     report = fit_cost(sweeps[0])
     print(report.summary())
     say(f"cost: {json.dumps(report.model.to_config())}")
-    groups = placement(len(ranks), arguments)
+    groups = placement(num_ranks, arguments)
     model = report.model
     variants = {
         "steal, adaptive units": RolloutPlan(
-            groups, len(ranks), "steal", model, arguments.rows, packs_groups=True
+            groups, num_ranks, "steal", model, arguments.rows, packs_groups=True
         ),
-        "owner": RolloutPlan(groups, len(ranks), "owner", model, arguments.rows),
-        "steal, whole groups": RolloutPlan(groups, len(ranks), "steal", TokenCount(), arguments.rows),
+        "owner": RolloutPlan(groups, num_ranks, "owner", model, arguments.rows),
+        "steal, whole groups": RolloutPlan(groups, num_ranks, "steal", TokenCount(), arguments.rows),
     }
+    simulations = {name: simulated_timeline(plan, model, size) for name, plan in variants.items()}
     last: dict[str, CallTimeline] = {}
     rows: list[dict[str, Any]] = []
     for turn in range(arguments.repeats):
         turn_began = time.monotonic()
         for name, plan in variants.items():
-            coordinators.open(plan)
-            begin = time.time() + 0.2  # all start together
-            done = _all(ranks, ("share", plan, arguments.steps, begin))
-            calls = tuple(call for of_rank, _ in done for call in of_rank)
-            last[name] = timeline = CallTimeline(calls, len(ranks), sum(stolen for _, stolen in done))
-            simulated = simulated_timeline(plan, model)
+            last[name] = timeline = ranks.rollout(plan, arguments.steps)
+            simulated = simulations[name]
             rows.append(
                 {
                     "part": "rollout",
@@ -235,6 +190,9 @@ def run(
         if time.monotonic() - began + turn_s > arguments.budget_s:
             say(f"another turn of {turn_s:.0f} s would not fit into --budget-s {arguments.budget_s:g}")
             break
+    shown = [name for name in variants if name != "steal, whole groups"]
+    pairs = [*((n, last[n]) for n in shown), *((f"{n}, simulated", simulations[n]) for n in shown)]
+    draw_timelines(pairs, arguments.out / "schedule_gpu.png", unit="s")
     header = ["makespan_s", "over_ideal", "simulated_makespan_s", "simulated_over_ideal", "calls", "stolen"]
     medians = [
         [name, *(_text(statistics.median(row[h] for row in rows if row["schedule"] == name)) for h in header)]
@@ -243,22 +201,14 @@ def run(
     print_table(["schedule", *header], medians)
 
 
-def simulated_timeline(plan: Any, model: Any) -> Any:
-    """The plan on ranks that take exactly what the model says."""
-    from unirl.schedule.policies import POLICIES
-    from unirl.schedule.simulate import simulate
+def simulated_timeline(plan: Any, model: Any, size: Size) -> Any:
+    """The plan on ranks that take exactly what the model says, canvases named as a run names them."""
+    from unirl.schedule.simulate import simulate_plan
 
-    table = plan.unit_table()
-
-    def seconds(assignment: Any) -> float:
-        units = [table.units[unit_id] for unit_id in assignment.unit_ids]
-        affine = [model.affine(table.groups[unit.group].workload) for unit in units]
-        per_row = sum(unit.num_rows * row for unit, (row, _) in zip(units, affine, strict=True))
-        return per_row + max(call for _, call in affine)
-
-    packing = plan.coordinator().packing
-    policy = POLICIES[plan.schedule]()
-    return simulate(table, plan.num_ranks, policy, packing=packing, duration=seconds).calls(table)
+    names = {workload_of(size, Shape(side, 1, 1, "")).tokens: f"{side}x{side}" for side in size.sides}
+    timeline = simulate_plan(plan, model)
+    calls = tuple(c._replace(canvas=names[int(c.canvas.split()[0])]) for c in timeline.calls)
+    return dataclasses.replace(timeline, calls=calls)
 
 
 def placement(num_ranks: int, arguments: argparse.Namespace) -> tuple[Any, ...]:
@@ -358,7 +308,7 @@ def serve(rank: int, pipe: Any, coordinators: Any, device: str, size: Size, laye
         if kind == "sweep":
             pipe.send(sweep(stack, size, *rest))
         elif kind == "share":
-            plan, steps, begin = rest
+            plan, begin, steps = rest
             stride = stack.engine.stage.pixel_stride
             groups = [(g.row_ids, round(g.workload.tokens**0.5) * stride, PROMPT) for g in plan.groups]
             request = request_of(size, groups, steps)
@@ -439,19 +389,6 @@ def build_stage(device: str, size: Size, layers: int | None) -> Any:
         if isinstance(module, PositionEmbedding):
             module.reset_parameters()
     return BagelStage(model, codec=None, tokenizer=ByteTokenizer())
-
-
-def _all(ranks: Sequence[Any], message: tuple[Any, ...]) -> list[Any]:
-    """Asks every rank and waits for all answers."""
-    for pipe in ranks:
-        pipe.send(message)
-    answers = []
-    for rank, pipe in enumerate(ranks):
-        try:
-            answers.append(pipe.recv())
-        except EOFError:
-            raise SystemExit(f"rank {rank} died; what it said stands above") from None
-    return answers
 
 
 def _clock(began: float) -> Callable[[str], None]:

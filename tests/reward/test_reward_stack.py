@@ -33,15 +33,13 @@ class Brightness:
 
     name = "brightness"
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
+    def __init__(self) -> None:
         self.threads: set[int] = set()
 
     def score(
         self, images: Sequence[np.ndarray], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Sequence[float]:
         self.threads.add(threading.get_ident())
-        time.sleep(self.seconds)
         return [float(image.mean()) for image in images]
 
 
@@ -157,19 +155,52 @@ def test_calls_say_when_what_ran(engine: TrainsideEngine) -> None:
     assert begin <= calls[0].start and calls[-1].end <= time.time()
     assert all(earlier.end <= later.start for earlier, later in itertools.pairwise(calls))
     assert sum(call.num_rows for call in calls if call.phase == "generate") == 12
-    assert share.seconds["generate_s"] > share.seconds["score_s"] > 0
+    for phase in ("generate", "score"):
+        seconds = sum(call.end - call.start for call in calls if call.phase == phase)
+        assert share.seconds[f"{phase}_s"] == pytest.approx(seconds) and seconds > 0
 
 
-def test_overlapped_scoring_runs_beside_generation(engine: TrainsideEngine) -> None:
-    walls = {}
-    for overlap in (False, True):
-        scorer = Brightness(seconds=0.05)
-        stack = RewardStack(engine, {"brightness": scorer}, micro_batch_size=2, overlap=overlap)
-        begin = time.perf_counter()
-        stack.generate_and_score(request())
-        walls[overlap] = time.perf_counter() - begin
-        assert (threading.get_ident() in scorer.threads) is not overlap
-    assert walls[True] < walls[False]
+class SecondCall(TrainsideEngine):
+    """Tells when its second call begins."""
+
+    def __init__(self, engine: TrainsideEngine) -> None:
+        vars(self).update(vars(engine))
+        self.begun = threading.Event()
+        self.calls = 0
+
+    def generate(self, request: Sample) -> Sample:
+        self.calls += 1
+        if self.calls == 2:
+            self.begun.set()
+        return super().generate(request)
+
+
+class PatientScorer(Brightness):
+    """Scores its first rows when the engine has begun the next call, or after `patience_s`."""
+
+    def __init__(self, engine: SecondCall, patience_s: float) -> None:
+        super().__init__()
+        self.engine, self.patience_s = engine, patience_s
+        self.met: list[bool] = []
+
+    def score(self, *rows: Any) -> Sequence[float]:
+        if not self.met:
+            self.met.append(self.engine.begun.wait(self.patience_s))
+        return super().score(*rows)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "patience_s"), [(True, 60.0), (False, 0.05)], ids=["overlapped", "in turn"]
+)
+def test_overlapped_scoring_runs_beside_generation(
+    engine: TrainsideEngine, overlap: bool, patience_s: float
+) -> None:
+    watched = SecondCall(engine)
+    scorer = PatientScorer(watched, patience_s)
+    stack = RewardStack(watched, {"brightness": scorer}, micro_batch_size=2, overlap=overlap)
+    stack.generate_and_score(request())
+    assert scorer.met == [overlap]
+    assert (threading.get_ident() in scorer.threads) is not overlap
 
 
 def test_scoring_apart_from_generating_gives_the_same_rewards(

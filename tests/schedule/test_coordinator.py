@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts import PACKINGS, Packing, groups_of, policies, random_placement, tables
 
-from unirl.schedule.coordinator import Assignment, Coordinator
+from unirl.schedule.coordinator import AdaptivePacking, Assignment, Coordinator
 from unirl.schedule.cost import RankCorrection, TokenCount
 from unirl.schedule.deques import CostDeques
 from unirl.schedule.policies import POLICIES, OwnerPolicy, RingPolicy, StealPolicy, policy_for
@@ -29,6 +29,15 @@ def cost_of_rows(table: UnitTable, unit_ids: Sequence[int]) -> float:
         for unit_id, group in zip(unit_ids, groups, strict=True)
     )
     return rows + max(table.per_call[group] for group in groups)
+
+
+def assert_one_batch(table: UnitTable, unit_ids: Sequence[int]) -> None:
+    """Groups of one shape, and of each a run of neighbours."""
+    runs: dict[int, list[int]] = {}
+    for unit_id in sorted(unit_ids):
+        runs.setdefault(table.units[unit_id].group, []).append(unit_id)
+    assert len({table.shape(group) for group in runs}) == 1
+    assert all(run == list(range(run[0], run[-1] + 1)) for run in runs.values())
 
 
 def run_to_the_end(
@@ -60,7 +69,7 @@ def run_to_the_end(
             held[rank].extend(assignment.unit_ids)
         elif (assignment := coordinator.pull(rank)) is not None:
             assert assignment.rank == rank
-            assert len({table.shape(table.units[unit_id].group) for unit_id in assignment.unit_ids}) == 1
+            assert_one_batch(table, assignment.unit_ids)
             assert assignment.cost == pytest.approx(cost_of_rows(table, assignment.unit_ids))
             running[rank] = assignment
         elif rng.random() < 0.5:
@@ -97,25 +106,25 @@ def test_every_unit_is_done_exactly_once_when_ranks_die_unnoticed_and_start_over
     starting = set(range(num_ranks))
     while not coordinator.is_finished or starting:
         rank = rng.randrange(num_ranks)
-        if rank in starting or rank not in running:
+        if rank not in starting and rng.random() < crash_rate:
+            ghost = running.pop(rank, None)
+            held[rank] = []
+            if ghost is None or rng.random() < 0.5:
+                starting.add(rank)
+            else:  # a report of the dead arrives after its successor has started
+                if (assignment := coordinator.start(rank)) is not None:
+                    running[rank] = assignment
+                assert not coordinator.done(ghost.lease)
+        elif rank in running:
+            assignment = running.pop(rank)
+            assert coordinator.done(assignment.lease)
+            held[rank].extend(assignment.unit_ids)
+        else:
             assignment = coordinator.start(rank) if rank in starting else coordinator.pull(rank)
             held.setdefault(rank, [])
             starting.discard(rank)
             if assignment is not None:
                 running[rank] = assignment
-        elif rng.random() < crash_rate:
-            ghost = running.pop(rank)
-            held[rank] = []
-            starting.add(rank)
-            if rng.random() < 0.5:  # its report arrives after its successor has started
-                starting.discard(rank)
-                if (assignment := coordinator.start(rank)) is not None:
-                    running[rank] = assignment
-                assert not coordinator.done(ghost.lease)
-        else:
-            assignment = running.pop(rank)
-            assert coordinator.done(assignment.lease)
-            held[rank].extend(assignment.unit_ids)
     assert not running
     assert sorted(unit_id for units in held.values() for unit_id in units) == list(range(len(table.units)))
 
@@ -162,6 +171,20 @@ def test_rows_that_a_dead_rank_had_delivered_are_not_done_again() -> None:
         assert assignment is not None and coordinator.done(assignment.lease)
     assert coordinator.lost(0, delivered={0, 1}) == (2, 3)
     assert coordinator.lost(0) == ()
+
+
+def test_a_call_is_larger_where_fewer_ranks_are_left() -> None:
+    """max(R / (1.25 m), 0) with R = 40 rows of cost 1: 8 rows on 4 ranks, 32 on the last one."""
+    sizes = []
+    for deaths in (0, 3):
+        table = build_unit_table(groups_of([1], [0], [40]), TokenCount(), max_rows=40, min_rows=1)
+        coordinator = Coordinator(table, 4, StealPolicy(), packing=AdaptivePacking(40))
+        for rank in range(1, 1 + deaths):
+            coordinator.lost(rank)
+        assignment = coordinator.pull(0)
+        assert assignment is not None
+        sizes.append(len(assignment.unit_ids))
+    assert sizes == [8, 32]
 
 
 def test_owner_runs_its_own_dearest_first_and_steals_nothing() -> None:

@@ -49,6 +49,7 @@ def draw_timelines(named: Sequence[tuple[str, CallTimeline]], path: Path, *, uni
             fontsize="medium",
         )
     axes[-1, 0].set_xlabel(unit)
+    axes[-1, 0].set_xlim(0.0, 1.01 * max(timeline.makespan for _, timeline in named) or 1.0)
     figure.legend(handles=_legend(named, colours), loc="outside lower center", ncols=6, fontsize="small")
     figure.savefig(path, dpi=110, facecolor="white")
     return path
@@ -69,7 +70,6 @@ def _draw(axes: Axes, timeline: CallTimeline, colours: dict[str, str]) -> None:
     axes.set_ylim(timeline.num_ranks - 0.5, -0.6)
     axes.set_yticks(range(timeline.num_ranks) if timeline.num_ranks <= 24 else [])
     axes.set_ylabel("rank")
-    axes.set_xlim(left=0)
 
 
 def _legend(named: Sequence[tuple[str, CallTimeline]], colours: dict[str, str]) -> list[object]:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from unirl.schedule.coordinator import AdaptivePacking, Assignment, Coordinator, FullPacking
 from unirl.schedule.cost import RankCorrection
-from unirl.schedule.policies import OwnerPolicy, RingPolicy, SchedulePolicy, StealPolicy
+from unirl.schedule.plan import RolloutPlan
+from unirl.schedule.policies import POLICIES, OwnerPolicy, RingPolicy, SchedulePolicy, StealPolicy
 from unirl.schedule.timeline import Call, CallTimeline
 from unirl.schedule.units import Cost, Group, UnitTable, Workload, build_unit_table
 
@@ -101,6 +102,20 @@ def simulate(
         heapq.heappush(events, (now + length, rank, (assignment.lease, length)))
     assert coordinator.is_finished
     return Timeline(tuple(spans), num_ranks, table.total_cost / num_ranks, coordinator.num_stolen_units)
+
+
+def simulate_plan(plan: RolloutPlan, cost: Cost) -> CallTimeline:
+    """A rollout's plan on ranks that take exactly what `cost`, which need not be the plan's own, says of a call."""
+    table = plan.unit_table()
+    affine = [cost.affine(group.workload) for group in plan.groups]
+
+    def duration(assignment: Assignment) -> float:
+        units = [table.units[unit_id] for unit_id in assignment.unit_ids]
+        rows = sum(unit.num_rows * affine[unit.group][0] for unit in units)
+        return rows + max(affine[unit.group][1] for unit in units)
+
+    policy, packing = POLICIES[plan.schedule](), plan.coordinator().packing
+    return simulate(table, plan.num_ranks, policy, packing=packing, duration=duration).calls(table)
 
 
 def compare_schedules(
