@@ -190,15 +190,15 @@ def run(
         if time.monotonic() - began + turn_s > arguments.budget_s:
             say(f"another turn of {turn_s:.0f} s would not fit into --budget-s {arguments.budget_s:g}")
             break
-    shown = [name for name in variants if name != "steal, whole groups"]
-    pairs = [*((n, last[n]) for n in shown), *((f"{n}, simulated", simulations[n]) for n in shown)]
-    draw_timelines(pairs, arguments.out / "schedule_gpu.png", unit="s")
     header = ["makespan_s", "over_ideal", "simulated_makespan_s", "simulated_over_ideal", "calls", "stolen"]
     medians = [
         [name, *(_text(statistics.median(row[h] for row in rows if row["schedule"] == name)) for h in header)]
         for name in variants
     ]
     print_table(["schedule", *header], medians)
+    shown = [name for name in variants if name != "steal, whole groups"]
+    pairs = [*((n, last[n]) for n in shown), *((f"{n}, simulated", simulations[n]) for n in shown)]
+    draw_timelines(pairs, arguments.out / "schedule_gpu.png", unit="s")
 
 
 def simulated_timeline(plan: Any, model: Any, size: Size) -> Any:
