@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from ray.exceptions import RayTaskError
 
 from unirl.config import RunConfig, parse, to_plain
 from unirl.distributed.cluster import is_abandoned
@@ -95,17 +97,35 @@ def read_recipe(arguments: Sequence[str]) -> Any | None:
     # Any key of the schema may be set, whether or not the recipe mentions it; the parser knows which ones exist.
     overrides = ["++" + o if "=" in o and o[0].isalpha() else o for o in options.overrides]
     OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
+    name = options.config_name.removesuffix(".yaml")
     folders = [recipes_folder()]
     if options.config_dir:
         folders.insert(0, Path(options.config_dir).resolve())
-    folders.sort(key=lambda folder: not (folder / f"{options.config_name}.yaml").is_file())
+    _check_recipe_name(name, folders)
+    folders.sort(key=lambda folder: not (folder / f"{name}.yaml").is_file())
     overrides.append(f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]")
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
-        recipe = hydra.compose(options.config_name, overrides)
+        recipe = hydra.compose(name, overrides)
     if options.cfg:
         print(OmegaConf.to_yaml(recipe, resolve=options.resolve), end="")
         return None
     return OmegaConf.to_container(recipe, resolve=True)
+
+
+def _check_recipe_name(name: str, folders: Sequence[Path]) -> None:
+    """Raises `ValueError` with the names that there are, unless one of the folders holds the recipe."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"--config-dir: {folder} is no folder")
+        if (folder / f"{name}.yaml").is_file():
+            return
+    known = [p.relative_to(f).with_suffix("").as_posix() for f in folders for p in sorted(f.rglob("*.yaml"))]
+    by_last_part = {recipe.rsplit("/", 1)[-1]: recipe for recipe in known}
+    close = difflib.get_close_matches(name.rsplit("/", 1)[-1], by_last_part, n=1)
+    hint = f"; did you mean {by_last_part[close[0]]}?" if close else ""
+    raise ValueError(
+        f"--config-name is {name!r}; recipes in {' and '.join(map(str, folders))}: {', '.join(known) or 'none'}{hint}"
+    )
 
 
 def _variable(name: str, default: str | None = None) -> str | None:
@@ -178,11 +198,18 @@ def _told(error: BaseException, config: RunConfig) -> int:
         return EXIT_WRONG_INPUT
     else:
         traceback.print_exception(error)
-        said, code = f"the run failed: {type(error).__name__}", EXIT_FAILED
+        said, code = f"the run failed: {_cause(error)}", EXIT_FAILED
     if code != EXIT_FAILED:
         said = "\n".join([said, *getattr(error, "__notes__", [])])
     print(f"error: {said}\n{how_to_go_on(config)}", file=sys.stderr)
     return code
+
+
+def _cause(error: BaseException) -> str:
+    """Type and message of an error; of one that a worker sent, those of what it raised."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def how_to_go_on(config: RunConfig) -> str:
@@ -191,6 +218,7 @@ def how_to_go_on(config: RunConfig) -> str:
     newest = latest_checkpoint(folder / "checkpoints")
     if newest is None:
         return (
-            f"{folder} holds no checkpoint (save_interval); the same command with resume=auto starts it again"
+            f"{folder} holds no checkpoint (save_interval), so there is nothing to go on from: "
+            "set another run_dir, or start again in this one with resume=auto"
         )
     return f"the same command with resume=auto goes on from {newest}"

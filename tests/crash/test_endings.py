@@ -147,7 +147,8 @@ def test_an_exception_in_training_while_a_generation_runs_is_what_is_seen(comman
     command.start("train-0:train.micro:6:raise")
     code, output = command.end()
     assert code == EXIT_FAILED, output
-    assert "Traceback" in output and "RuntimeError: failpoint train-0:train.micro:6:raise" in output
+    assert "Traceback" in output
+    assert "error: the run failed: RuntimeError: failpoint train-0:train.micro:6:raise" in output
     assert "in _micro" in output, "the worker's own traceback"
     command.assert_nothing_is_left()
 
