@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,19 +73,70 @@ def test_opcheck_digests() -> None:
     opcheck(torch.ops.unirl.tensor_digest.default, ([torch.randn(3), torch.zeros(2, 2).bfloat16()],))
 
 
-def test_operators_trace_without_a_graph_break() -> None:
-    def replay(x: torch.Tensor, v: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        guided = ops.guided_velocity(v, x, None, 2.0, 1.0, renorm="channel")
-        sigma, sigma_next = torch.tensor([1.0, 0.5]), torch.tensor([0.6, 0.2])
-        return ops.flow_log_prob(x, guided, y, sigma, sigma_next, eta=0.7, rule="flow").sum()
-
+def traced_equals_eager(function: Callable[..., torch.Tensor]) -> None:
     x, v, y = torch.randn(3, 2, 3, 4).unbind(0)
     leaves = [v.clone().requires_grad_() for _ in range(2)]
-    eager = replay(x, leaves[0], y)
-    compiled = torch.compile(replay, backend="aot_eager", fullgraph=True)(x, leaves[1], y)
+    eager = function(x, leaves[0], y)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(x, leaves[1], y)
     eager.backward()
     compiled.backward()
     assert torch.equal(eager, compiled) and torch.equal(leaves[0].grad, leaves[1].grad)
+
+
+def test_operators_trace_without_a_graph_break() -> None:
+    def replay(x: torch.Tensor, v: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        guided = ops.guided_velocity(v, x, None, torch.tensor(2.0), 1.0, renorm="channel", lengths=[3, 1])
+        sigma, sigma_next = torch.tensor([1.0, 0.5]), torch.tensor([0.6, 0.2])
+        return ops.flow_log_prob(x, guided, y, sigma, sigma_next, eta=0.7, rule="flow").sum()
+
+    traced_equals_eager(replay)
+
+
+@pytest.mark.parametrize("backend", [None, "native"])
+def test_attention_and_packing_trace_without_a_graph_break(backend: str | None) -> None:
+    def pack_and_attend(x: torch.Tensor, v: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        padded = ops.pad_latents(ops.trim_latents(v.unsqueeze(1), [2, 1]), 4)
+        query = padded.transpose(1, 2).contiguous().transpose(1, 2)  # tokens first in memory
+        prefix = padded[:1]
+        out = ops.sibling_prefix_attention(
+            query, padded, padded, prefix, prefix, prefix_lengths=[3], backend=backend
+        )
+        return out.square().sum()
+
+    traced_equals_eager(pack_and_attend)
+
+
+def test_offsets_beyond_31_bits_are_addressed() -> None:
+    # Two rows more than 2^31 bytes apart; the pages between them are never touched.
+    storage = torch.empty((1 << 31) + (1 << 16), dtype=torch.uint8)
+
+    def far(near: torch.Tensor) -> torch.Tensor:
+        flat = storage.view(near.dtype)
+        apart = (1 << 31) // near.element_size() + 64
+        view = flat.as_strided(near.shape, (apart, *near[0].contiguous().stride()))
+        return view.copy_(near)
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 64).bfloat16()
+    sigma, sigma_next = torch.tensor([1.0, 0.5]), torch.tensor([0.6, 0.2])
+    step = {"eta": 0.7, "rule": "flow", "seed": 0, "row_keys": [1, 2], "step": 0}
+    near = ops.flow_step(x, x, sigma, sigma_next, **step)
+    assert all(map(torch.equal, ops.flow_step(far(x), x, sigma, sigma_next, **step), near))
+    guided = ops.guided_velocity(x, x * 0.5, None, 3.0, 1.0)
+    assert torch.equal(ops.guided_velocity(far(x), x * 0.5, None, 3.0, 1.0), guided)
+    latents = x.unsqueeze(1)
+    assert all(map(torch.equal, ops.trim_latents(far(latents), [5, 2]), ops.trim_latents(latents, [5, 2])))
+    assert torch.equal(ops.pad_latents([far(x)], 6), ops.pad_latents([x], 6))
+    rows = torch.randint(-9, 9, (2, 7))
+    assert torch.equal(ops.layout_digest(far(rows)), ops.layout_digest(rows))
+    assert torch.equal(ops.tensor_digest([far(x)]), ops.tensor_digest([x]))
+    heads = x.float().unsqueeze(1)
+    attended = ops.sibling_prefix_attention(heads, heads, heads, heads[:1], heads[:1], backend="native")
+    distant = far(heads)
+    for inputs in ((distant, heads, heads), (heads, distant, distant)):
+        got = ops.sibling_prefix_attention(*inputs, heads[:1], heads[:1], backend="native")
+        assert torch.equal(got, attended)
 
 
 def test_importing_the_operators_loads_no_framework_and_starts_nothing() -> None:

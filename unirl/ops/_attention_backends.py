@@ -6,14 +6,20 @@ Never by the number of siblings or groups: a row's bits would depend on its neig
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from unirl.ops import _backends, _native
 
 REFERENCE = "reference"
+LATER = ""
+"""A traced graph's name of a kernel: it is picked when the graph runs, with the memory layouts at hand."""
+TRITON_HEAD_SIZES = (64, 128)
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Query, key, value, prefix key and prefix value."""
 
@@ -90,10 +96,15 @@ def padded_head_size(query: Tensor) -> int | None:
     """
     if query.device.type != "cuda" or _backends.why_unavailable("triton", "cuda"):
         return None
-    triton = module("triton")
-    if query.dtype not in triton.DTYPES or query.shape[3] in triton.HEAD_SIZES:
+    if query.dtype not in TRITON_DTYPES or query.shape[3] in TRITON_HEAD_SIZES:
         return None
-    return min((size for size in triton.HEAD_SIZES if size > query.shape[3]), default=None)
+    return min((size for size in TRITON_HEAD_SIZES if size > query.shape[3]), default=None)
+
+
+def resolve(name: str, inputs: Inputs, prefix_lengths: Tensor | None, scale: float) -> str:
+    """Return the kernel that runs the operator of ``torch.ops.unirl``; ``ValueError`` if it cannot be ``name``."""
+    pick = route if name == LATER else functools.partial(check_requested, name)
+    return pick(inputs, prefix_lengths, scale)
 
 
 def backward_of(name: str, query: Tensor) -> str:

@@ -70,10 +70,12 @@ def sibling_prefix_attention(
     checked = checked._replace(need_lse=return_lse)
     inputs, options = checked[:5], (checked.prefix_lengths, checked.scale)
     head_size = query.shape[3]
-    if backend is None:
+    if torch.compiler.is_compiling() and backend is not None:
+        name = backend
+    elif backend is None:
         if (wider := backends.padded_head_size(query)) is not None:
             inputs = tuple(F.pad(tensor, (0, wider - head_size)) for tensor in inputs)
-        name = backends.route(inputs, *options)
+        name = backends.LATER if torch.compiler.is_compiling() else backends.route(inputs, *options)
     else:
         name = backends.check_requested(backend, inputs, *options)
     if name == backends.REFERENCE:

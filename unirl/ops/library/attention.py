@@ -42,7 +42,7 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     inputs = (query, key, value, prefix_key, prefix_value)
-    name = backend or backends.route(inputs, prefix_lengths, scale)
+    name = backends.resolve(backend, inputs, prefix_lengths, scale)
     if name == backends.REFERENCE:
         out, lse = sibling_prefix_attention_reference(AttentionArguments(*inputs, prefix_lengths, scale))
     else:

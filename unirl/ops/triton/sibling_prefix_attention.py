@@ -18,13 +18,12 @@ import torch
 import triton
 from torch import Tensor
 
+from unirl.ops._attention_backends import TRITON_DTYPES as DTYPES
+from unirl.ops._attention_backends import TRITON_HEAD_SIZES as HEAD_SIZES
 from unirl.ops._attention_layout import adjacent, empty_like
 from unirl.ops.triton import on_device_of_first
 from unirl.ops.triton._attention_backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from unirl.ops.triton._attention_forward import LOG2_E, forward_kernel
-
-HEAD_SIZES = (64, 128)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiling(NamedTuple):
