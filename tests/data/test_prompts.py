@@ -87,7 +87,11 @@ def test_unreadable_row_names_file_and_line_and_what_is_allowed(tmp_path, text, 
     ("config", "message"),
     [
         ({}, "data.train has neither name nor path; set exactly one"),
-        ({"name": "digits", "path": "x.txt"}, "both name and path"),
+        (
+            {"name": "digits", "path": "x.txt"},
+            "both name 'digits' and path 'x.txt'; unset one of them: data.train.name=null or",
+        ),
+        ({"path": ""}, "data.train.path is ''; allowed: a .txt file"),
         (
             {"name": "digit_mixed"},
             "data.train.name is 'digit_mixed'; allowed: digits, .*did you mean 'digits_mixed'",

@@ -94,9 +94,15 @@ def load_dataset(config: DatasetConfig, key: str = "data.train") -> PromptDatase
     Raises:
         ValueError: neither or both given, an unknown name, a file that is missing or holds a bad row.
     """
-    if (config.name is None) == (config.path is None):
-        given = "both name and path" if config.name is not None else "neither name nor path"
-        raise ValueError(f"{key} has {given}; set exactly one: name (one of {', '.join(BUILT_IN)}) or path")
+    if config.name is not None and config.path is not None:
+        raise ValueError(
+            f"{key} has both name {config.name!r} and path {config.path!r}; unset one of them: "
+            f"{key}.name=null or {key}.path=null"
+        )
+    if config.name is None and config.path is None:
+        raise ValueError(
+            f"{key} has neither name nor path; set exactly one: name (one of {', '.join(BUILT_IN)}) or path"
+        )
     if config.name is not None:
         if config.name not in BUILT_IN:
             close = difflib.get_close_matches(config.name, BUILT_IN, n=1)
@@ -106,7 +112,7 @@ def load_dataset(config: DatasetConfig, key: str = "data.train") -> PromptDatase
     path = Path(str(config.path))
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(
-            f"{key}.path is {str(path)!r}; allowed: a .txt file (a prompt a line) or a .jsonl file"
+            f"{key}.path is {config.path!r}; allowed: a .txt file (a prompt a line) or a .jsonl file"
         )
     if not path.is_file():
         raise ValueError(f"{key}.path: no file {str(path)!r}; change {key}.path")
