@@ -74,15 +74,31 @@ def test_a_score_that_is_not_finite_is_missing_and_never_0(bad):
     assert failures[0].row_id == "r0.p0/1" and str(bad) in failures[0].message
 
 
-def test_a_scorer_that_returns_another_number_of_scores_is_an_error():
-    class Short:
-        name = "short"
+def test_a_scorer_that_returns_another_number_of_scores_fails_and_stops_no_other():
+    class Doubled:
+        name = "doubled"
 
         def score(self, images, prompts, metadata):
-            return [1.0]
+            return [1.0] * (2 * len(images))
 
-    with pytest.raises(ValueError, match="short returned 1 scores for 3 images"):
-        score_rows({"short": Short()}, _part([0.1, 0.2, 0.3]))
+    failures = []
+    scores = score_rows(
+        {"doubled": Doubled(), "brightness": Brightness()}, _part([0.25, 0.5, 0.75]), failures
+    )
+    assert scores["doubled"].isnan().all() and scores["brightness"].tolist() == [0.25, 0.5, 0.75]
+    assert [f.row_id for f in failures] == ["r0.p0/0", "r0.p0/1", "r0.p0/2"]
+    assert "returned 2 scores for 1 images; allowed: one an image" in failures[0].message
+
+
+def test_a_scorer_that_skips_a_row_loses_that_row_and_mistakes_none_for_another():
+    class Skipping:
+        name = "skipping"
+
+        def score(self, images, prompts, metadata):
+            return [float(image.mean()) for image in images if image.max() > 0]
+
+    scores = score_rows({"skipping": Skipping()}, _part([0.25, 0.0, 0.75]))
+    assert np.array_equal(scores["skipping"].numpy(), [0.25, math.nan, 0.75], equal_nan=True)
 
 
 def test_rows_without_media_are_an_error():

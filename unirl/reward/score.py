@@ -30,8 +30,8 @@ def score_rows(
 ) -> dict[str, torch.Tensor]:
     """Scores every row with every scorer.
 
-    A scorer that raises for the batch is asked again row by row, so that only the rows it really fails on are
-    lost. The first failure of a call is logged with its text.
+    A scorer that raises for the batch, or returns another number of scores than it got images, is asked again
+    row by row, so that only the rows it really fails on are lost. The first failure of a call is logged with its text.
 
     Args:
         scorers: by name.
@@ -41,7 +41,7 @@ def score_rows(
     Returns: name to float64 `[N]`; NaN where the scorer raised or returned no finite number.
 
     Raises:
-        ValueError: rows without media, or a scorer that returns another number of scores than it got images.
+        ValueError: rows without media.
     """
     if part.media is None:
         raise ValueError("score_rows: the rows have no media; generate with decode before scoring")
@@ -65,17 +65,13 @@ def score_rows(
 
 def _score(name: str, scorer: Scorer, part: Part, failed: list[ScoringFailure]) -> list[float]:
     try:
-        values = _call(name, scorer, part)
+        values = _call(scorer, part)
     # A scorer is foreign code: whatever it raises, the other rows still have to be scored.
     except Exception as error:
         if len(part) == 1:
             failed.append(ScoringFailure(name, part.ids[0], f"{type(error).__name__}: {error}"))
             return [float("nan")]
         return [_score(name, scorer, part.select([row]), failed)[0] for row in range(len(part))]
-    if len(values) != len(part):
-        raise ValueError(
-            f"scorer {name} returned {len(values)} scores for {len(part)} images; allowed: one an image"
-        )
     for row, value in enumerate(values):
         if value - value != 0:
             failed.append(ScoringFailure(name, part.ids[row], f"returned {value}"))
@@ -83,8 +79,11 @@ def _score(name: str, scorer: Scorer, part: Part, failed: list[ScoringFailure]) 
     return values
 
 
-def _call(name: str, scorer: Scorer, part: Part) -> list[float]:
+def _call(scorer: Scorer, part: Part) -> list[float]:
     # Copies: what a scorer does to its images and metadata is seen by no other one, nor in the samples.
     images = [image.copy() for image in part.media or ()]
     scores: Sequence[float] = scorer.score(images, part.prompts, copy.deepcopy(part.metadata))
-    return [float(value) for value in scores]
+    values = [float(value) for value in scores]
+    if len(values) != len(part):
+        raise ValueError(f"returned {len(values)} scores for {len(part)} images; allowed: one an image")
+    return values
