@@ -175,3 +175,16 @@ def test_rows_without_images_are_the_same_rows(tmp_path):
     (tmp_path / "scan.png").unlink()
     (row,) = rows.without_images()
     assert (row.prompt, row.metadata, row.image) == ("a", {"digit": 1}, None) and rows.has_images
+
+
+@pytest.mark.parametrize("extension", ["txt", "jsonl"])
+def test_a_prompt_that_is_too_long_names_file_and_line(tmp_path, extension):
+    longest = "é" * 8192
+    write = '{{"prompt": "{}"}}'.format if extension == "jsonl" else str
+    path = _write(tmp_path, f"rows.{extension}", f"{write(longest)}\n")
+    assert load_file(path)[0].prompt == longest
+    path = _write(tmp_path, f"rows.{extension}", f"{write('a')}\n{write(longest + 'x')}\n")
+    with pytest.raises(
+        ValueError, match=rf"rows\.{extension}, line 2: the prompt has 16385 bytes; allowed: at most 16384"
+    ):
+        load_file(path)

@@ -5,7 +5,7 @@ A `.txt` file holds a prompt a line. A `.jsonl` file holds an object a line:
 
 | key | type | |
 |---|---|---|
-| `prompt` | string, not empty | required |
+| `prompt` | string, not empty, at most 16384 bytes | required |
 | `metadata` | object | optional; for the scorers; `canvas: [height, width]` (pixels) sets the row's size |
 | `image` | string | optional; source image of an image-to-image row, a path relative to the jsonl file |
 
@@ -30,6 +30,10 @@ from unirl.types import Canvas
 
 CANVASES = ((8, 8), (12, 12), (12, 8))
 """Height and width of the canvases in `digits_mixed`, and those the digits base is trained on."""
+
+LONGEST_PROMPT_BYTES = 16384
+"""Of a prompt, as UTF-8. Tokenizers make no more tokens than there are bytes, so that bounds its tokens too: at half of the 32768
+positions that the public BAGEL-7B was made for."""
 
 _KEYS = ("prompt", "metadata", "image")
 _NUM_EDIT_SOURCES = 30
@@ -138,7 +142,17 @@ def load_file(path: Path) -> PromptDataset:
     return PromptDataset(str(path), rows)
 
 
+def check_prompt(prompt: str, where: str) -> None:
+    """Raises `ValueError`, naming `where` it stood, for a prompt of more than `LONGEST_PROMPT_BYTES`."""
+    num_bytes = len(prompt.encode("utf-8", errors="replace"))
+    if num_bytes > LONGEST_PROMPT_BYTES:
+        raise ValueError(
+            f"{where}: the prompt has {num_bytes} bytes; allowed: at most {LONGEST_PROMPT_BYTES}; shorten it"
+        )
+
+
 def _parse_text(line: str, folder: Path, where: str) -> _StoredRow:
+    check_prompt(line, where)
     return _StoredRow(line, {}, None)
 
 
@@ -170,6 +184,7 @@ def _parse_jsonl(line: str, folder: Path, where: str) -> _StoredRow:
     if not isinstance(text, str) or not text.strip():
         shown = _shown(text) if "prompt" in row else "missing"
         raise ValueError(f"{where}: prompt is {shown}; allowed: a non-empty string")
+    check_prompt(text, where)
     metadata = {} if row.get("metadata") is None else row["metadata"]
     if not isinstance(metadata, dict):
         raise ValueError(f"{where}: metadata is {_shown(metadata)}; allowed: an object")

@@ -49,7 +49,12 @@ class Requests:
         """Refuses, by dataset and row, a canvas that the model or the storage bound cannot hold."""
         bound = self._params(NoiseRecipe(0)).canvas
         check_canvases(
-            ["sampling.height/width"], [bound], bound, pixel_stride=pixel_stride, max_side=max_side
+            ["default"],
+            [bound],
+            bound,
+            pixel_stride=pixel_stride,
+            max_side=max_side,
+            key="sampling.height/width",
         )
         for dataset in (self.dataset, *self.eval_sets.values()):
             # Of the texts alone: all source images at once need not fit into memory.

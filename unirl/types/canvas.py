@@ -34,7 +34,13 @@ class Canvas(NamedTuple):
 
 
 def check_canvases(
-    ids: Sequence[str], canvases: Sequence[Canvas], bound: Canvas, *, pixel_stride: int, max_side: int
+    ids: Sequence[str],
+    canvases: Sequence[Canvas],
+    bound: Canvas,
+    *,
+    pixel_stride: int,
+    max_side: int,
+    key: str = "metadata.canvas",
 ) -> None:
     """Raises `ValueError` naming row, canvas and bound.
 
@@ -43,18 +49,19 @@ def check_canvases(
         bound: `sampling.height/width`, the storage bound: no row may have more tokens.
         pixel_stride: pixels a token a side; every canvas must be a multiple of it.
         max_side: the longest side, in tokens, of the model's position table.
+        key: what the user sets the canvases by.
     """
     bound_tokens = bound.tokens(pixel_stride)
     for row_id, canvas in zip(ids, canvases, strict=True):
         asked = f"row {row_id!r}: canvas {list(canvas)}"
         if canvas.height % pixel_stride or canvas.width % pixel_stride:
             raise ValueError(
-                f"{asked} is not a multiple of the model's pixel stride {pixel_stride}; change metadata.canvas"
+                f"{asked} is not a multiple of the model's pixel stride {pixel_stride}; change {key}"
             )
         if max(canvas) // pixel_stride > max_side:
             raise ValueError(
                 f"{asked} needs {max(canvas) // pixel_stride} positions a side; the model's position table has "
-                f"{max_side} (at most {max_side * pixel_stride} pixels a side); change metadata.canvas"
+                f"{max_side} (at most {max_side * pixel_stride} pixels a side); change {key}"
             )
         if canvas.tokens(pixel_stride) > bound_tokens:
             raise ValueError(
