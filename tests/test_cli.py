@@ -115,3 +115,15 @@ def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
+
+
+def test_a_file_that_cannot_be_written_is_one_line_on_stderr_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(0, {"reward": 0.5})
+    sink.close()
+    (tmp_path / "curves.png").mkdir()
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "curves.png" in said and said.count("\n") == 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +144,46 @@ def test_a_canvas_that_the_model_does_not_have_is_refused(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sample", str(run_dir), "--prompt", PROMPT, "--canvas", "9", "8"]) == 2
-    assert "pixel stride" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "pixel stride" in said and "change --canvas" in said
+
+
+def test_a_prompt_that_is_too_long_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(run_dir), "--prompt", "a" * 16385]) == 2
+    assert "--prompt: the prompt has 16385 bytes; allowed: at most 16384" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["sample", "--prompt", PROMPT, "--num", "1", "--out"], ["export", "--to"]]
+)
+def test_a_place_that_cannot_be_written_to_is_named(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    command, *options = arguments
+    assert main([command, str(run_dir), *options, "/dev/null/there.png"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "/dev/null" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter/adapter_model.safetensors", b"", "is damaged"),
+        ("adapter/adapter_config.json", b"{", "is damaged: it is not JSON"),
+        ("adapter/adapter_config.json", b"{}", "needs r, lora_alpha, target_modules"),
+        ("config.yaml", b"a: [1", "is not the recipe that a run saved"),
+        ("config.yaml", b"", "is not the recipe that a run saved"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    (folder / name).write_bytes(content)
+    assert main(["sample", str(folder), "--prompt", PROMPT, "--num", "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"{folder / name} " in said and message in said and said.count("\n") == 1
 
 
 def test_an_exported_adapter_is_what_plain_peft_loads(

@@ -16,13 +16,13 @@ EXIT_WRONG_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, 1 when the doctor found the demo cannot run, or 2 for wrong input (said on
-    stderr).
+    """Runs one command; returns 0, 1 when the doctor found the demo cannot run, or 2 for wrong input or a file
+    that cannot be read or written (said on stderr).
     """
     options = build_parser().parse_args(arguments)
     try:
         return int(options.command(options))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
 

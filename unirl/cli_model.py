@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unirl.config import RunConfig, parse
+from unirl.config import RunConfig, parse, read_recipe_file
 
 if TYPE_CHECKING:
     import torch
 
 
 def load_recipe(run_dir: str | os.PathLike[str]) -> RunConfig:
-    """The resolved recipe of a run. Raises `ValueError` when the folder holds none."""
-    import yaml
-
+    """The resolved recipe of a run. Raises `ValueError` when the folder holds none, or one that cannot be read."""
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{run_dir} is no run directory: it has no config.yaml")
-    return parse(RunConfig, yaml.safe_load(path.read_text(encoding="utf-8")))
+    return parse(RunConfig, read_recipe_file(path))
 
 
 def load_trained(
@@ -76,14 +74,20 @@ def sample_images(
         base: the weights before training.
         checkpoint: a checkpoint's folder; by default see `load_trained`.
 
-    Raises `ValueError` for a folder without a recipe or trained weights, or a canvas that the model does not
-    have.
+    Raises `ValueError` for a folder without a recipe or trained weights, a canvas that the model does not
+    have, or a prompt that is too long.
     """
-    from unirl.distributed.models import build_model
+    from unirl.data import check_prompt
+    from unirl.distributed.models import build_model, model_limits
     from unirl.metrics.samples import to_uint8
-    from unirl.types import STREAM_EVAL, NoiseRecipe, Part, Sample, SamplingParams
+    from unirl.types import STREAM_EVAL, Canvas, NoiseRecipe, Part, Sample, SamplingParams, check_canvases
 
+    check_prompt(prompt, "--prompt")
     config = load_recipe(run_dir)
+    if canvas is not None:
+        limits, asked = model_limits(config), Canvas(*canvas)
+        stride, side = limits.pixel_stride, limits.max_side
+        check_canvases(["asked"], [asked], asked, pixel_stride=stride, max_side=side, key="--canvas")
     model, stage = build_model(config)
     if not base:
         load_trained(model, run_dir, config, checkpoint)

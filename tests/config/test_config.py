@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unirl.config import RunConfig, changed_keys, check, parse, to_plain
+from unirl.config import RunConfig, changed_keys, check, parse, to_plain, warnings
 
 SCORERS = {"reward": {"scorers": [{"name": "digit_probability"}]}}
 
@@ -82,6 +82,8 @@ def test_changed_keys_are_dotted_and_complete() -> None:
         ({"model": {"path": "/nowhere/weights"}}, False, "model.path '/nowhere/weights' does not exist"),
         ({"reward": {"scorers": [{"name": "a", "weight": 0.0}]}}, False, "all have weight 0"),
         ({"batch_size": 2, "stack": {"num_updates_per_batch": 3}}, False, "a batch has 2 groups"),
+        ({"ray_address": ""}, False, "ray_address is ''; allowed: the address"),
+        ({"run_dir": " "}, False, "run_dir is ' '; allowed: the path"),
     ],
 )
 def test_combinations_that_cannot_run_are_refused_by_key(
@@ -154,3 +156,32 @@ def test_an_adapter_out_of_range_is_refused_before_a_worker_builds_it() -> None:
 def test_no_number_of_a_recipe_is_nan_or_infinite(key: str, changes: Any, number: str) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(key)} is {number}; allowed: a finite number"):
         check(config(**changes(number)), asynchronous=False)
+
+
+def test_a_group_of_one_row_is_refused_where_rows_are_compared_within_groups() -> None:
+    alone = {"samples_per_prompt": 1}
+    with pytest.raises(
+        ValueError, match=r"samples_per_prompt is 1 and algorithm\.advantage_scope is group.*: batch"
+    ):
+        check(config(**alone), asynchronous=False)
+    by_batch = alone | {"algorithm": {"advantage_scope": "batch"}}
+    check(config(**by_batch), asynchronous=False)
+    normalised = by_batch | {"reward": SCORERS["reward"] | {"normalise": "group"}}
+    with pytest.raises(ValueError, match=r"samples_per_prompt is 1 and reward\.normalise is group.*: none"):
+        check(config(**normalised), asynchronous=False)
+
+
+def test_what_the_sync_trainers_do_not_read_is_a_warning_there_alone() -> None:
+    asked = config(
+        layout="separate", num_devices=2, max_inflight=2, buffer_order="freshest", reap_before_launch=False
+    )
+    assert warnings(asked, asynchronous=True) == []
+    said = warnings(asked, asynchronous=False)
+    assert [text.split()[0] for text in said] == ["max_inflight", "buffer_order", "reap_before_launch"]
+    assert warnings(config(), asynchronous=False) == []
+
+
+def test_weights_that_are_never_pushed_before_the_end_are_a_warning() -> None:
+    (said,) = warnings(config(num_rollouts=22, weight_sync_interval=1000), asynchronous=True)
+    assert said.startswith("weight_sync_interval is 1000 and num_rollouts 22")
+    assert warnings(config(num_rollouts=22, weight_sync_interval=22), asynchronous=True) == []

@@ -50,3 +50,23 @@ def test_a_file_that_is_no_sample_set_is_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", images=np.zeros((1, 2, 2, 1), np.uint8))
     with pytest.raises(ValueError, match="has no prompts, ids, scores"):
         read_samples(tmp_path / "other.npz")
+
+
+def test_a_damaged_sample_set_is_named_without_advice_to_unpickle_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.npz"
+    images = [np.zeros((4 + row, 4, 1), np.uint8) for row in range(2)]
+    write_samples(path, images, ["a", "b"], ["i", "j"], [0.0, 1.0])
+    whole = path.read_bytes()
+    middle = len(whole) // 4
+    flipped = (
+        whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 40]) + whole[middle + 40 :]
+    )
+    for damaged in (b"", whole[: len(whole) // 2], flipped):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"s\.npz is no readable npz of samples") as caught:
+            read_samples(path)
+        assert "pickle" not in str(caught.value)
+    arrays = {name: np.zeros(2) for name in ("prompts", "ids", "scores", "images_4x4")}
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=r"s\.npz has no rows_4x4"):
+        read_samples(path)

@@ -177,3 +177,10 @@ def test_a_reward_that_fell_is_said_to_have_fallen(tmp_path: Path) -> None:
         '{"step": 0, "eval/reward": 0.5}\n{"step": 9, "eval/reward": 0.25}\n'
     )
     assert "fell from 0.5 to 0.25" in sentence(summarise(load_run(tmp_path)))
+
+
+@pytest.mark.parametrize("content", [b"", b"- a\n", b"a: [1\n", b"a: \xff\n"])
+def test_a_damaged_recipe_is_named(run_dir: Path, content: bytes) -> None:
+    (run_dir / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.yaml is not the recipe that a run saved"):
+        write_report(run_dir)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from recipes import recipe
 from safetensors.torch import load_file, save_file
 
-from unirl.config import to_plain
+from unirl.config import RunConfig, to_plain
+from unirl.distributed.failures import Refusal
 from unirl.entry import EXIT_WRONG_INPUT, run_recipe
 from unirl.trainer.diffusion import DiffusionTrainer
+from unirl.trainer.rundir import RunDir
 
 
 def refused(base: Path, run_dir: Path, message: str, **changes: Any) -> None:
@@ -110,8 +113,89 @@ def test_a_dry_run_prints_plan_and_recipe_and_writes_nothing(
     assert run_recipe(to_plain(config), DiffusionTrainer) == 0
     printed = capsys.readouterr().out
     assert "3 rollouts of 2 prompts x 4 siblings = 8 rows" in printed.splitlines()[0]
+    assert "; evaluation: seen (3 of 10 prompts)" in printed.splitlines()[1]
     assert "num_rollouts: 3" in printed
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("inside", ["a_file", "a_file/run", "/proc/run", "/dev/null"])
+def test_a_run_dir_that_cannot_be_written_to_is_one_message_and_exit_code_2(
+    random_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
+    (tmp_path / "a_file").write_text("mine")
+    folder = tmp_path / inside
+    assert (
+        run_recipe(to_plain(recipe(random_base, folder, dry_run=True)), DiffusionTrainer) == EXIT_WRONG_INPUT
+    )
+    said = capsys.readouterr().err
+    assert f"run_dir {str(folder)!r} cannot be written to" in said and said.count("\n") == 1
+    with pytest.raises(Refusal, match="change run_dir"), RunDir(folder).claimed():
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
+
+
+def test_asking_whether_a_run_dir_can_be_written_to_leaves_nothing_behind(tmp_path: Path) -> None:
+    RunDir(tmp_path / "new" / "run").check_writable()
+    assert not list(tmp_path.iterdir())
+
+
+def begun(base: Path, folder: Path) -> RunConfig:
+    """A run that left its recipe and no checkpoint, to be gone on with."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(recipe(base, folder))))
+    return recipe(base, folder, resume="auto")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "it is empty"), (b"- a\n", "holds a list"), (b"a: [1\n", "not YAML"), (b"a: \xff\n", "not UTF-8")],
+)
+def test_a_run_with_a_damaged_recipe_is_not_gone_on_with_and_the_file_is_named(
+    random_base: Path, tmp_path: Path, content: bytes, message: str
+) -> None:
+    config = begun(random_base, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"run/config\.yaml is not the recipe that a run saved: .*{message}"
+    ):
+        DiffusionTrainer(config)
+
+
+def test_a_broken_line_of_metrics_is_named_before_a_resumed_run_starts(
+    random_base: Path, tmp_path: Path
+) -> None:
+    config = begun(random_base, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n{"reward": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
+        DiffusionTrainer(config)
+
+
+def test_a_half_written_last_line_of_metrics_is_dropped_when_the_run_goes_on(
+    random_base: Path, tmp_path: Path
+) -> None:
+    config = begun(random_base, tmp_path / "run")
+    lines = '{"step": 0, "note": "\u2028"}\n{"step": 1}\n'.encode()
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(lines + '{"step": 2, "note": "é'.encode()[:-1])
+    run_dir = DiffusionTrainer(config).plan.run_dir
+    run_dir.create(config, "plan", first_rollout=1)
+    assert run_dir.metrics_file.read_text() == '{"step": 0, "note": "\u2028"}\n'
+
+
+def test_a_setting_without_effect_is_a_warning_in_the_plan(random_base: Path, tmp_path: Path) -> None:
+    plan = DiffusionTrainer(
+        recipe(random_base, tmp_path / "run", max_inflight=2, weight_sync_interval=9)
+    ).plan
+    assert "warning: max_inflight is 2 and does nothing in the sync trainers" in plan.text
+    assert "warning: weight_sync_interval is 9 and num_rollouts 3" in plan.text
+    assert "warning" not in DiffusionTrainer(recipe(random_base, tmp_path / "run")).plan.text
+
+
+def test_a_default_canvas_that_the_model_does_not_have_names_its_keys(
+    random_base: Path, tmp_path: Path
+) -> None:
+    refused(
+        random_base, tmp_path / "run", r"pixel stride 2; change sampling\.height/width", sampling__height=9
+    )
 
 
 @pytest.mark.slow

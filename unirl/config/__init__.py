@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config dataclasses, parsing with unknown-key errors, and the checks that run before any worker starts."""
 
-from unirl.config.checks import check
+from unirl.config.checks import check, warnings
 from unirl.config.parse import changed_keys, parse, to_plain
+from unirl.config.recipe_file import read_recipe_file
 from unirl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -44,5 +45,7 @@ __all__ = [
     "changed_keys",
     "check",
     "parse",
+    "read_recipe_file",
     "to_plain",
+    "warnings",
 ]

@@ -54,7 +54,7 @@ def changed_keys(
 ) -> dict[str, tuple[Any, Any]]:
     """`{dotted key: (old value, new value)}` of every leaf that differs between two plain configs."""
     changed: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(old.keys() | new.keys()):
+    for key in sorted(old.keys() | new.keys(), key=str):
         left, right = old.get(key), new.get(key)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
             changed.update(changed_keys(left, right, _join(where, key)))

@@ -6,7 +6,7 @@
 
 from unirl.metrics.aggregate import Aggregate
 from unirl.metrics.console import ConsoleSink, format_rollout
-from unirl.metrics.jsonl import JsonlSink, read_metrics
+from unirl.metrics.jsonl import JsonlSink, lines_before, read_metrics
 from unirl.metrics.samples import SampleSet, read_samples, write_samples
 from unirl.metrics.sinks import MultiSink, TensorBoardSink, WandbSink, check_sinks, open_sinks
 
@@ -20,6 +20,7 @@ __all__ = [
     "WandbSink",
     "check_sinks",
     "format_rollout",
+    "lines_before",
     "open_sinks",
     "read_metrics",
     "read_samples",

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     being written, or was killed) is left out; any other line that is not a JSON object with a whole-number
     `step` raises `ValueError` with file and line.
     """
-    text = Path(path).read_text(encoding="utf-8")
     rows: dict[int, dict[str, Any]] = {}
     latest = -math.inf
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        if not line.strip() or not line.endswith("\n"):
-            continue
-        row = _parse(line, f"{path}:{number}")
+    for _, row in _lines(path):
         step = row["step"]
         if step < latest:
             rows = {kept: values for kept, values in rows.items() if kept < step}
@@ -82,16 +78,31 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
+def lines_before(path: str | os.PathLike[str], step: int) -> str:
+    """The lines of a `metrics.jsonl` that are of steps before `step`, as they are, an unfinished last line left out. Raises as
+    `read_metrics` does.
+    """
+    return "".join(f"{line}\n" for line, row in _lines(path) if row["step"] < step)
+
+
+def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The whole lines that are not blank, each with what it says."""
+    for number, raw in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
+        if raw.strip():
+            yield _parse(raw, f"{path}:{number}")
+
+
+def _parse(raw: bytes, where: str) -> tuple[str, dict[str, Any]]:
     try:
+        line = raw.decode("utf-8")
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not UTF-8, or not JSON
         raise ValueError(f"{where}: not a JSON object ({error}); restore the line or delete it") from None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or isinstance(row.get("step"), bool):
         raise ValueError(
             f'{where}: expected a JSON object with a whole-number "step"; restore the line or delete it'
         )
-    return {name: math.nan if value is None else value for name, value in row.items()}
+    return line, {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def _cut_torn_line(path: Path) -> None:

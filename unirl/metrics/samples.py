@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,14 +81,22 @@ def write_samples(
 
 def read_samples(path: str | os.PathLike[str]) -> SampleSet:
     """What `write_samples` stored. Raises `ValueError`, naming the file, when it is not such a file."""
+    damaged = ValueError(
+        f"{path} is no readable npz of samples: it is cut short or altered; remove or restore it"
+    )
+    if os.path.exists(path) and not zipfile.is_zipfile(path):
+        raise damaged
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(f"{path} is not a readable npz of samples: {error}") from error
-    missing = [name for name in ("prompts", "ids", "scores") if name not in arrays]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise damaged from error
+    canvases = [
+        match[0].replace("images", "rows") for name in arrays if (match := _CANVAS_KEY.fullmatch(name))
+    ]
+    missing = [name for name in ("prompts", "ids", "scores", *canvases) if name not in arrays]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}; it holds {sorted(arrays)}")
     num_rows = len(arrays["prompts"])

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unirl.config import read_recipe_file
 from unirl.metrics import read_metrics
 
 _SAMPLES = re.compile(r"eval_(\d+)\.npz")
@@ -67,7 +68,8 @@ class RunFiles:
 def load_run(run_dir: str | os.PathLike[str]) -> RunFiles:
     """Reads a run directory.
 
-    Raises `ValueError` when it has no `metrics.jsonl` or one that cannot be read.
+    Raises `ValueError` when it has no `metrics.jsonl` or one that cannot be read, or a damaged
+    `config.yaml`.
     """
     folder = Path(run_dir)
     metrics = folder / "metrics.jsonl"
@@ -85,7 +87,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> RunFiles:
         folder=folder,
         rows=read_metrics(metrics),
         config_text=config_text,
-        config=_parse_yaml(config_text, folder / "config.yaml"),
+        config={} if config_text is None else read_recipe_file(folder / "config.yaml"),
         plan=_text(folder / "plan.txt"),
         environment=_parse_json(environment, folder / "environment.json"),
         samples=dict(sorted(samples.items())),
@@ -93,19 +95,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> RunFiles:
 
 
 def _text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _parse_yaml(text: str | None, path: Path) -> Mapping[str, Any]:
-    import yaml  # comes with hydra-core
-
-    if text is None:
-        return {}
-    try:
-        parsed = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not readable YAML: {error}") from error
-    return parsed if isinstance(parsed, Mapping) else {}
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
 def _parse_json(text: str | None, path: Path) -> Mapping[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any, cast
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from unirl.config import LoraConfig
+from unirl.config import LoraConfig, parse
 
 ADAPTER_NAME = "default"
 PUBLIC_PREFIX = "base_model.model."
@@ -178,32 +178,43 @@ def load(model: torch.nn.Module, folder: str | os.PathLike[str]) -> None:
     none.
 
     Raises:
-        ValueError: a file is missing, or its names or shapes are not the model's.
+        ValueError: a file is missing or damaged, or its names or shapes are not the model's.
     """
     folder = Path(folder)
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}: it is no adapter in peft's format")
-    settings = json.loads((folder / CONFIG_FILE).read_text())
+    config = _read_config(folder / CONFIG_FILE)
+    tensors = _read_tensors(folder / TENSOR_FILE)
     if not lora_layers(model):
-        config = LoraConfig(
-            rank=settings["r"], alpha=settings["lora_alpha"], targets=tuple(settings["target_modules"])
-        )
         inject(model, config, seed=0)
     for name, layer in lora_layers(model).items():
         own = (layer.r[ADAPTER_NAME], layer.lora_alpha[ADAPTER_NAME])
-        if own != (settings["r"], settings["lora_alpha"]):
+        if own != (config.rank, config.alpha):
             raise ValueError(
-                f"{folder}: rank and alpha {settings['r']}, {settings['lora_alpha']} differ from the model's "
-                f"{own[0]}, {own[1]} "
+                f"{folder}: rank and alpha {config.rank}, {config.alpha} differ from the model's {own[0]}, {own[1]} "
                 f"(layer {name}; keys model.lora.rank, model.lora.alpha)"
             )
-    with safe_open(folder / TENSOR_FILE, framework="pt") as file:
-        copy_named(
-            {name: file.get_tensor(name) for name in file.keys()},  # noqa: SIM118
-            adapter_parameters(model),
-            str(folder),
-        )
+    copy_named(tensors, adapter_parameters(model), str(folder))
+
+
+def _read_config(path: Path) -> LoraConfig:
+    try:
+        settings = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is not JSON ({error}); restore it") from error
+    names = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+    if not isinstance(settings, dict) or not names.keys() <= settings.keys():
+        raise ValueError(f"{path} is no adapter's configuration: it needs {', '.join(names)}")
+    return parse(LoraConfig, {ours: settings[theirs] for theirs, ours in names.items()}, str(path))
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}; restore it, or name a whole checkpoint") from error
 
 
 def copy_named(

@@ -36,6 +36,23 @@ def build_batch(groups: Sequence[Group], config: RunConfig, iteration: int) -> t
     return rows, metrics
 
 
+def batch_warnings(rows: Part) -> list[str]:
+    """What keeps a batch from teaching anything; the same text whenever it happens."""
+    assert rows.advantages is not None
+    live = rows.live_weights() > 0
+    if not live.any():
+        return [
+            "no row of a rollout could train: each was left out (rows/dropped), because a training reward failed "
+            "(reward/<name>/failed; the workers' logs say why) or algorithm.drop_zero_variance_groups leaves out its group"
+        ]
+    if not rows.advantages[live].any():
+        return [
+            "a rollout taught nothing: all rewards that are compared with each other are equal; the scorers tell its rows not "
+            "apart, or its rows are all alike: see reward.scorers, samples_per_prompt, sampling.eta"
+        ]
+    return []
+
+
 def batch_seconds(groups: Sequence[Group]) -> dict[str, float]:
     """Seconds of the generations that the groups came from, each counted by the share of it that is used here."""
     totals: dict[str, float] = {}

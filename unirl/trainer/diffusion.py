@@ -12,7 +12,7 @@ from unirl.config import RunConfig
 from unirl.distributed.slabs import Group
 from unirl.train.plan import plan_updates
 from unirl.train.stack import merge_results
-from unirl.trainer.batch import batch_seconds, build_batch, canvas_metrics
+from unirl.trainer.batch import batch_seconds, batch_warnings, build_batch, canvas_metrics
 from unirl.trainer.evaluation import evaluate
 from unirl.trainer.preflight import preflight
 from unirl.trainer.session import Session, open_session
@@ -62,6 +62,7 @@ class DiffusionTrainer:
         rows, reward_metrics = build_batch(groups, self.config, rollout_id)
         session.note(reward_metrics | batch_seconds(groups) | canvas_metrics(rows))
         session.note(schedule_metrics(groups))
+        session.warn(batch_warnings(rows))
         write_timelines(session.run_dir.timelines, rollout_id, groups)
         plan = plan_updates(
             rows.group_ids,

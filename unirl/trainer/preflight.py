@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from unirl.config import RunConfig, check
+from unirl.config import RunConfig, check, warnings
+from unirl.data import PromptDataset
 from unirl.distributed.models import check_model, model_limits, pick_device
 from unirl.distributed.workloads import RowCosts
 from unirl.metrics import check_sinks
@@ -32,7 +33,7 @@ class Plan:
 
 
 def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
-    """Checks the recipe; raises `ValueError` with the key to change. Starts nothing, writes nothing."""
+    """Checks the recipe; raises `ValueError` with the key to change. Starts nothing, leaves nothing behind."""
     check(config, asynchronous=asynchronous)
     check_scorers(config.reward.scorers, "reward.scorers")
     check_scorers(config.eval.scorers, "eval.scorers")
@@ -47,9 +48,11 @@ def preflight(config: RunConfig, *, asynchronous: bool) -> Plan:
     pick_device(config)
     requests.check_canvases(pixel_stride=limits.pixel_stride, max_side=limits.max_side)
     run_dir = RunDir(Path(config.run_dir))
+    run_dir.check_writable()
     if config.resume is None or not run_dir.holds(config.resume):
         run_dir.check_new()
     checkpoints = RunCheckpoints(config, run_dir)
+    run_dir.metrics_before(checkpoints.first_rollout)
     text = describe(config, asynchronous, requests) + resumption(config, run_dir, checkpoints)
     return Plan(
         config,
@@ -95,7 +98,7 @@ def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:
     lines = [
         head,
         f"  data: {requests.dataset.name}, {len(requests.dataset)} prompts; evaluation: "
-        + (", ".join(f"{n} ({len(d)} prompts)" for n, d in requests.eval_sets.items()) or "none"),
+        + (", ".join(f"{n} ({_shown(d, config)})" for n, d in requests.eval_sets.items()) or "none"),
         f"  reward: {scorers}; normalise {config.reward.normalise}",
         f"  update: {config.stack.num_updates_per_batch} a rollout, lr {config.optim.lr:g}, "
         f"clip range {config.algorithm.clip_range:g}, KL weight {config.algorithm.beta:g}",
@@ -106,7 +109,14 @@ def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:
             f"{config.buffer_max_staleness} push(es), {config.buffer_order} first, "
             f"{'reap' if config.reap_before_launch else 'launch'} first, {config.transport_kind}"
         )
+    lines += [f"  warning: {text}" for text in warnings(config, asynchronous=asynchronous)]
     return "\n".join(lines)
+
+
+def _shown(dataset: PromptDataset, config: RunConfig) -> str:
+    first = config.eval.num_prompts
+    several = f"{len(dataset)} prompts"
+    return f"{first} of {several}" if first is not None and first < len(dataset) else several
 
 
 def duration(seconds: float) -> str:

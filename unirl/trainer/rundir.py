@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 import yaml
 
-from unirl.config import RunConfig, changed_keys, to_plain
+from unirl.config import RunConfig, changed_keys, read_recipe_file, to_plain
 from unirl.distributed.failures import Refusal
+from unirl.metrics import lines_before
 
 AUTO = "auto"
 LOCK_FILE = ".lock"
@@ -62,6 +64,20 @@ class RunDir:
                 f"run_dir {str(self.path)!r} already holds a run; set run_dir to a new folder, or resume: auto to go on with it"
             )
 
+    def check_writable(self) -> None:
+        """Raises `Refusal` when the folder cannot be made or written to. Leaves nothing behind."""
+        try:
+            folder = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> Refusal:
+        return Refusal(
+            f"run_dir {str(self.path)!r} cannot be written to ({error.strerror}); change run_dir, or its permissions"
+        )
+
     def holds(self, resume: str) -> bool:
         """Whether what is resumed is the run in this folder; else it is another one's checkpoint and the folder has to be new."""
         return resume == AUTO or self.path.resolve() in Path(resume).resolve().parents
@@ -76,9 +92,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / LOCK_FILE).open("a")
         except OSError as error:
-            raise ValueError(
-                f"run_dir {str(self.path)!r} cannot be written to: {error}; change run_dir"
-            ) from error
+            raise self._unwritable(error) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,11 +119,13 @@ class RunDir:
         replace_text(self.path / "plan.txt", plan + "\n")
         replace_text(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         if self.metrics_file.exists():
-            lines = self.metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [
-                line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_rollout
-            ]
-            replace_text(self.metrics_file, "".join(kept))
+            replace_text(self.metrics_file, self.metrics_before(first_rollout))
+
+    def metrics_before(self, first_rollout: int) -> str:
+        """The lines of `metrics.jsonl` that a run going on at `first_rollout` keeps. Raises `ValueError` with the number of a line
+        that cannot be read.
+        """
+        return lines_before(self.metrics_file, first_rollout) if self.metrics_file.exists() else ""
 
     def accepted_changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
         """`{key: (saved, now)}` of what a resumed run changes and may. Raises `ValueError` for what it may not.
@@ -124,7 +140,7 @@ class RunDir:
                 f"resume: {str(saved_in.parent)!r} holds no config.yaml; set run_dir to the folder of the run to go on with, or "
                 "resume to a checkpoint in one"
             )
-        changed = changed_keys(yaml.safe_load(saved_in.read_text()), to_plain(config))
+        changed = changed_keys(read_recipe_file(saved_in), to_plain(config))
         refused = {
             k: v
             for k, v in changed.items()
