@@ -62,3 +62,9 @@ def test_recipes_of_ones_own_are_named_beside_the_shipped_ones(tmp_path: Path) -
         read_recipe(["--config-dir", str(tmp_path), "--config-name", "min"])
     with pytest.raises(ValueError, match=r"--config-dir: .*nowhere is no folder"):
         read_recipe(["--config-dir", str(tmp_path / "nowhere"), "--config-name", "mine"])
+
+
+@pytest.mark.parametrize("override", ["hydra.foo=1", "++hydra.job.name=x", "hydra/launcher=other", "~hydra"])
+def test_a_key_of_hydra_is_refused_because_nothing_would_come_of_it(override: str) -> None:
+    with pytest.raises(ValueError, match=r"sets a key of Hydra.*allowed: keys of the recipe"):
+        read_recipe(["--config-name=diffusion/digits/digits_sync", override])

@@ -94,6 +94,12 @@ def read_recipe(arguments: Sequence[str]) -> Any | None:
     parser.add_argument("--resolve", action="store_true", help="with --cfg: references resolved")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(list(arguments))
+    for override in options.overrides:
+        if re.match(r"[+~]*hydra\b", override):
+            raise ValueError(
+                f"{override!r} sets a key of Hydra, which only composes recipes here and runs nothing; allowed: keys of the recipe "
+                "(--config-dir for recipes of your own)"
+            )
     # Any key of the schema may be set, whether or not the recipe mentions it; the parser knows which ones exist.
     overrides = ["++" + o if "=" in o and o[0].isalpha() else o for o in options.overrides]
     OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
