@@ -272,7 +272,9 @@ def test_attention_on_the_cpu_tells_of_a_missing_extension_but_not_of_what_it_do
         assert _attention_backends.route(inputs, None, 0.1) == "reference"
 
 
-def test_an_unavailable_backend_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_backend_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, nothing_warned: None
+) -> None:
     with monkeypatch.context() as without:
         without.setattr(_backends._native, "extension", None)
         with pytest.raises(
@@ -280,5 +282,6 @@ def test_an_unavailable_backend_says_what_is_missing(monkeypatch: pytest.MonkeyP
         ):
             ops.keyed_normal((1, 4), seed=0, row_keys=[0], step=0, backend="native")
         # Without it the same bits come from PyTorch, also through torch.ops.
-        plain = torch.ops.unirl.keyed_normal([1, 4], 0, torch.tensor([0]), 0, 0, torch.float32)
+        with pytest.warns(RuntimeWarning, match="keyed_normal on cpu"):
+            plain = torch.ops.unirl.keyed_normal([1, 4], 0, torch.tensor([0]), 0, 0, torch.float32)
     assert torch.equal(plain, ops.keyed_normal((1, 4), seed=0, row_keys=[0], step=0, backend="native"))
