@@ -338,6 +338,26 @@ def test_the_packed_buffer_names_bad_arguments() -> None:
     assert packed.prefix_lengths is None and not packed.storage.requires_grad
 
 
+def test_the_packed_buffer_is_attended_to_only_when_written_and_without_gradients() -> None:
+    query, key, value, prefix_key, prefix_value = make(2, 2, 2, 2, 3, 4, 8)
+    sizes = {"num_groups": 2, "siblings": 2, "own_length": 3, "num_key_heads": 2, "head_size": 8}
+    packed = SiblingKV(prefix_length=4, **sizes)
+    with pytest.raises(ValueError, match="nothing to attend to yet; call write_own and write_prefix first"):
+        packed.attend(query)
+    packed.write_own(key, value)
+    with pytest.raises(ValueError, match="nothing to attend to yet; call write_prefix first"):
+        packed.attend(query)
+    packed.write_prefix(prefix_key, prefix_value)
+    expected = packed.attend(query)
+    with pytest.raises(ValueError, match="query requires a gradient"):
+        packed.attend(query.clone().requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(packed.attend(query.clone().requires_grad_()), expected)
+    without_prefix = SiblingKV(prefix_length=0, **sizes)
+    without_prefix.write_own(key, value)
+    assert without_prefix.attend(query).shape == query.shape
+
+
 def test_native_is_the_default_on_the_cpu_and_the_reference_takes_the_rest() -> None:
     assert available_attention_backends("cpu")[:2] == ("native", "reference")
     inputs = make(1, 2, 2, 1, 3, 2, 8)

@@ -198,6 +198,11 @@ def test_any_shape_and_key_gives_finite_noise_of_that_shape(
         ({"row_keys": "ab"}, "row_keys is one string"),
         ({"row_keys": torch.zeros(2)}, "row_keys has dtype float32"),
         ({"row_keys": [1.2, 1.7]}, "a row key is 1.2; allowed: an integer"),
+        (
+            {"row_keys": [0, 2**64]},
+            "a row key is 18446744073709551616; allowed: an integer of at most 64 bits",
+        ),
+        ({"row_keys": [0, -(2**63) - 1]}, "a row key is -9223372036854775809; allowed"),
         ({"row_keys": 5}, "row_keys is 5; give a list"),
         ({"shape": (2, 3.7)}, "a value of shape is 3.7; allowed: an integer"),
         ({"shape": 2}, "shape is 2; expected a list of integers"),

@@ -65,7 +65,7 @@ def row_keys_tensor(row_keys: Tensor | Sequence[str | int], num_rows: int, devic
             [
                 row_key(key)
                 if isinstance(key, str)
-                else _as_signed(arguments.check_integer("a row key", key))
+                else _check_64_bits("a row key", arguments.check_integer("a row key", key))
                 for key in row_keys
             ],
             dtype=torch.int64,
@@ -83,9 +83,13 @@ def check_counter(name: str, value: int) -> int:
 
 def check_seed(seed: int) -> int:
     """Return ``seed`` as a signed 64-bit integer; any integer of at most 64 bits is allowed."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -_SIGN_64 <= seed < 2 * _SIGN_64:
-        raise ValueError(f"seed is {seed!r}; allowed: an integer of at most 64 bits")
-    return _as_signed(seed)
+    return _check_64_bits("seed", seed)
+
+
+def _check_64_bits(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -_SIGN_64 <= value < 2 * _SIGN_64:
+        raise ValueError(f"{name} is {value!r}; allowed: an integer of at most 64 bits")
+    return _as_signed(value)
 
 
 def keyed_normal(
@@ -108,7 +112,8 @@ def keyed_normal(
     Args:
         shape: ``[N, ...]``; at least one axis.
         seed: any integer of at most 64 bits.
-        row_keys: int64 tensor ``[N]``, or a list of row ids (strings, hashed by :func:`row_key`) or integers.
+        row_keys: int64 tensor ``[N]``, or a list of row ids (strings, hashed by :func:`row_key`) or integers
+            of at most 64 bits.
         step: index of the step, 0 to 2^32 - 1.
         dtype: float32, float64, bfloat16 or float16; the values are float32 and then rounded to it.
         device: where the result lies; by default where ``row_keys`` lies, or the CPU.
@@ -116,7 +121,7 @@ def keyed_normal(
         backend: ``None`` (picked by device), ``"native"``, ``"triton"`` or ``"reference"``.
 
     Raises:
-        ValueError: a shape without axes, a wrong number of keys, a step, stream or seed out of range.
+        ValueError: a shape without axes, a wrong number of keys, a key, step, stream or seed out of range.
     """
     shape = tuple(arguments.integers("shape", shape))
     if not shape or min(shape) < 0:

@@ -54,6 +54,7 @@ class SiblingKV:
         self.num_groups = num_groups
         self.siblings = siblings
         self.prefix_lengths: Tensor | None = None
+        self._unwritten = {"write_own"} if prefix_length == 0 else {"write_prefix", "write_own"}
         self.storage = torch.zeros(
             (2, prefix_rows + own_rows, num_key_heads * head_size), dtype=dtype, device=device
         )
@@ -79,11 +80,13 @@ class SiblingKV:
         _write("key", key, self.prefix_key, "[G, Hk, P, D]")
         _write("value", value, self.prefix_value, "[G, Hk, P, D]")
         self.prefix_lengths = lengths
+        self._unwritten.discard("write_prefix")
 
     def write_own(self, key: Tensor, value: Tensor) -> None:
         """Write the siblings' own keys and values ``[N, Hk, L, D]``."""
         _write("key", key, self.key, "[N, Hk, L, D]")
         _write("value", value, self.value, "[N, Hk, L, D]")
+        self._unwritten.discard("write_own")
 
     def attend(
         self,
@@ -93,7 +96,17 @@ class SiblingKV:
         return_lse: bool = False,
         backend: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend ``query`` ``[N, Hq, L, D]`` to what was written; see :func:`sibling_prefix_attention`."""
+        """Attend ``query`` ``[N, Hq, L, D]`` to what was written; see :func:`sibling_prefix_attention`.
+
+        Raises:
+            ValueError: prefix or own rows were never written, or ``query`` requires a gradient.
+        """
+        if self._unwritten:
+            raise ValueError(
+                f"there is nothing to attend to yet; call {' and '.join(sorted(self._unwritten))} first"
+            )
+        arguments.check_tensor("query", query)
+        arguments.check_no_gradient("query", query)
         return sibling_prefix_attention(
             query,
             self.key,
