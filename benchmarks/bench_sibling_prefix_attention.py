@@ -58,14 +58,15 @@ class Problem:
             dtype=dtype,
             device=device,
         )
-        self.buffer.storage.normal_()
+        buffer = self.buffer
+        buffer.write_prefix(torch.randn_like(buffer.prefix_key), torch.randn_like(buffer.prefix_value))
+        buffer.write_own(torch.randn_like(buffer.key), torch.randn_like(buffer.value))
 
         def random_queries() -> Tensor:
             values = torch.randn(num_rows, length, QUERY_HEADS, HEAD_SIZE, device=device)
             return values.to(dtype).transpose(1, 2)
 
         self.query, self.grad_out = random_queries(), random_queries()
-        buffer = self.buffer
         self.in_place = (buffer.key, buffer.value, buffer.prefix_key, buffer.prefix_value)
         self.separate = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in self.in_place)
         self.leaves = leaves(self.query, *self.separate)
