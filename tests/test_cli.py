@@ -117,6 +117,26 @@ def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "grid"], "argument --out: 'grid'; allowed: a file in .png, .jpg, .jpeg"),
+        (["--out", "grid.foo"], "argument --out: 'grid.foo'; allowed"),
+        (["--prompt", " "], "argument --prompt: it is empty"),
+        (
+            ["--base", "--checkpoint", "step_000001"],
+            "argument --checkpoint: not allowed with argument --base",
+        ),
+    ],
+)
+def test_what_sample_cannot_do_is_said_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["sample", str(tmp_path / "no run"), "--prompt", "a", *options])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_one_line_on_stderr_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

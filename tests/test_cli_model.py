@@ -86,6 +86,19 @@ def test_trained_weights_base_weights_and_a_checkpoint_give_three_different_imag
         run_dir, prompt=PROMPT, num=3, seed=5, checkpoint=run_dir / "checkpoints" / "step_000010"
     )
     assert not same(trained, base) and not same(trained, saved) and not same(base, saved)
+    assert same(saved, sample_images(run_dir, prompt=PROMPT, num=3, seed=5, checkpoint="step_000010"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["sample", "--prompt", PROMPT], ["export", "--to", "{}/new"], ["parity"]]
+)
+def test_a_checkpoint_that_is_not_there_lists_those_that_are(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    command, *options = [argument.format(tmp_path) for argument in arguments]
+    assert main([command, str(run_dir), *options, "--checkpoint", "step_10"]) == 2
+    said = capsys.readouterr().err
+    assert "--checkpoint is 'step_10', which is no folder" in said and said.endswith(": step_000010\n")
 
 
 def test_a_run_without_an_adapter_is_sampled_from_its_newest_checkpoint(

@@ -38,6 +38,12 @@ def test_the_example_mix_prints_its_known_makespans(
     assert names[0] == "owner" and names[-1] == "steal, adaptive units"
 
 
+def test_nothing_is_written_that_was_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate"]) == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_dataset_is_read_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     canvases = [[1024, 1024], [512, 512], None, [512, 512]]

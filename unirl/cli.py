@@ -14,6 +14,9 @@ from unirl.cli_schedule import add_commands as add_schedule_commands
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
 
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg")
+CHECKPOINT_HELP = "name or path of a checkpoint (default: the adapter, else the newest)"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0, 1 when the doctor found the demo cannot run, or 2 for wrong input or a file
@@ -43,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     sample = commands.add_parser("sample", help="generate images with a run's trained weights")
     sample.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    sample.add_argument("--prompt", required=True, help='for example "a handwritten three"')
+    sample.add_argument("--prompt", type=_text, required=True, help='for example "a handwritten three"')
     sample.add_argument(
         "--num", type=_positive, default=8, help="images, each from a noise of its own (default 8)"
     )
@@ -56,11 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="pixels (default: the recipe's)",
     )
     sample.add_argument("--steps", type=_positive, help="denoising steps (default: the recipe's)")
-    sample.add_argument("--out", type=Path, default=Path("samples.png"), help="a PNG (default samples.png)")
-    sample.add_argument("--base", action="store_true", help="the weights before training")
     sample.add_argument(
-        "--checkpoint", type=Path, help="a checkpoint (default: the adapter, else the newest)"
+        "--out", type=_picture, default=Path("samples.png"), help="a PNG or JPEG (default samples.png)"
     )
+    weights = sample.add_mutually_exclusive_group()
+    weights.add_argument("--base", action="store_true", help="the weights before training")
+    weights.add_argument("--checkpoint", type=Path, help=CHECKPOINT_HELP)
     sample.set_defaults(command=_sample)
 
     checkpoints = commands.add_parser(
@@ -72,9 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write a run's adapter as plain peft loads it")
     export.add_argument("run", type=Path, metavar="RUN", help="run directory")
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
-    export.add_argument(
-        "--checkpoint", type=Path, help="a checkpoint (default: the adapter, else the newest)"
-    )
+    export.add_argument("--checkpoint", type=Path, help=CHECKPOINT_HELP)
     export.set_defaults(command=_export)
 
     add_parity_command(commands)
@@ -87,6 +89,19 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}; allowed: 1 or more")
     return number
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; allowed: a text")
+    return text
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a file in {', '.join(PICTURE_SUFFIXES)}")
+    return path
 
 
 def _doctor(options: argparse.Namespace) -> int:

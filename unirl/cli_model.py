@@ -23,6 +23,18 @@ def load_recipe(run_dir: str | os.PathLike[str]) -> RunConfig:
     return parse(RunConfig, read_recipe_file(path))
 
 
+def find_checkpoint(run_dir: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> Path:
+    """The folder of `checkpoint`: a path, or a name in the run (`step_000010`). `ValueError` lists the run's when it is neither."""
+    root = Path(run_dir) / "checkpoints"
+    for path in (Path(checkpoint), root / checkpoint):
+        if path.is_dir():
+            return path
+    held = ", ".join(path.name for path in sorted(root.glob("step_*"))) or "none"
+    raise ValueError(
+        f"--checkpoint is {str(checkpoint)!r}, which is no folder; checkpoints in {root}: {held}"
+    )
+
+
 def load_trained(
     model: torch.nn.Module,
     run_dir: str | os.PathLike[str],
@@ -43,7 +55,10 @@ def load_trained(
     if checkpoint is None and (adapter / lora.CONFIG_FILE).is_file():
         lora.load(model, adapter)
         return adapter
-    path = latest_checkpoint(Path(run_dir) / "checkpoints") if checkpoint is None else Path(checkpoint)
+    if checkpoint is not None:
+        path: Path | None = find_checkpoint(run_dir, checkpoint)
+    else:
+        path = latest_checkpoint(Path(run_dir) / "checkpoints")
     if path is None:
         raise ValueError(
             f"{run_dir} holds no trained weights: neither adapter/, which a run writes at its end, nor a checkpoint (save_interval)"
@@ -72,7 +87,7 @@ def sample_images(
         canvas: (height, width) in pixels; the recipe's default canvas when None.
         steps: denoising steps; the recipe's when None.
         base: the weights before training.
-        checkpoint: a checkpoint's folder; by default see `load_trained`.
+        checkpoint: a checkpoint's folder, or its name in the run; by default see `load_trained`.
 
     Raises `ValueError` for a folder without a recipe or trained weights, a canvas that the model does not
     have, or a prompt that is too long.

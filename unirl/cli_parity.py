@@ -81,7 +81,7 @@ def check_run(
 
     Args:
         rollout: number of a stored rollout; by default the newest, or else what waits in the newest checkpoint.
-        checkpoint: a checkpoint's folder instead.
+        checkpoint: a checkpoint's folder instead, or its name in the run.
         micro_batch_size, dtype, threads: the recipe's when None; another value shows what depends on it.
         max_rows: rows in the last table.
 
@@ -89,7 +89,7 @@ def check_run(
     """
     import torch
 
-    from unirl.cli_model import load_recipe
+    from unirl.cli_model import find_checkpoint, load_recipe
     from unirl.distributed.models import build_model
     from unirl.parity import default_tolerance
     from unirl.train.stored_rollout import find_rollout, load_rollout
@@ -102,7 +102,9 @@ def check_run(
             config, model=dataclasses.replace(config.model, dtype=dtype), parity=parity
         )
     torch.set_num_threads(threads or config.threads_per_worker)
-    stored = load_rollout(Path(checkpoint) if checkpoint is not None else find_rollout(run_dir, rollout))
+    stored = load_rollout(
+        find_rollout(run_dir, rollout) if checkpoint is None else find_checkpoint(run_dir, checkpoint)
+    )
     model, stage = build_model(config)
     tolerance = config.stack.first_update_ratio_tol
     if tolerance is None:

@@ -58,10 +58,10 @@ def _add_simulate(commands: Any) -> None:
     )
     parser.add_argument("--cost", help="a JSON file of `unirl fit-cost` (default: cost is token count)")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="deal the same groups out at random")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the schedules")
     parser.add_argument(
-        "--png", type=Path, default=Path("schedule.png"), help="picture (default %(default)s)"
+        "--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto"
     )
-    parser.add_argument("--trace", type=Path, help="trace for chrome://tracing or Perfetto")
     parser.set_defaults(command=run_simulate)
 
 
@@ -91,7 +91,7 @@ def _add_fit_cost(commands: Any) -> None:
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    """Prints makespan, idle share and stolen units of every schedule, and draws them."""
+    """Prints makespan, idle share and stolen units of every schedule, and draws them where that is asked for."""
     from unirl.report.timeline import draw_timelines
 
     groups, num_ranks = _groups(options)
@@ -116,8 +116,11 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.trace is not None:
         options.trace.write_text(json.dumps(chrome_trace(named)))
         print(f"trace: {options.trace}")
-    shown = [pair for pair in named if pair[0] in ("owner", "steal, whole groups", "steal, adaptive units")]
-    print(f"picture: {draw_timelines(shown, options.png, unit='cheapest groups')}")
+    if options.png is not None:
+        drawn = [
+            pair for pair in named if pair[0] in ("owner", "steal, whole groups", "steal, adaptive units")
+        ]
+        print(f"picture: {draw_timelines(drawn, options.png, unit='cheapest groups')}")
     return 0
 
 
