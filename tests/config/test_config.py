@@ -184,4 +184,6 @@ def test_what_the_sync_trainers_do_not_read_is_a_warning_there_alone() -> None:
 def test_weights_that_are_never_pushed_before_the_end_are_a_warning() -> None:
     (said,) = warnings(config(num_rollouts=22, weight_sync_interval=1000), asynchronous=True)
     assert said.startswith("weight_sync_interval is 1000 and num_rollouts 22")
-    assert warnings(config(num_rollouts=22, weight_sync_interval=22), asynchronous=True) == []
+    assert len(warnings(config(num_rollouts=22, weight_sync_interval=22), asynchronous=True)) == 1
+    assert warnings(config(num_rollouts=22, weight_sync_interval=11), asynchronous=True) == []
+    assert warnings(config(num_rollouts=1), asynchronous=True) == []
