@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +47,13 @@ class OpenRollouts:
         return self._open[number].done_and_pull(rank, lease, seconds)
 
     def ask(self, question: bytes) -> bytes:
-        """`start` or `done_and_pull`, whose name and arguments are pickled in `question`; the answer is pickled as well.
+        """`start` or `done_and_pull`, named with its arguments by `question`, as JSON; so is the answer, always of two parts.
 
         Ray carries bytes as they are. Of other arguments it serializes each by itself, which took a quarter of all pulls a second.
         """
-        name, *arguments = pickle.loads(question)
-        answer = self.start(*arguments) if name == "start" else self.done_and_pull(*arguments)
-        return pickle.dumps(answer)
+        name, *arguments = json.loads(question)
+        answer = (True, self.start(*arguments)) if name == "start" else self.done_and_pull(*arguments)
+        return json.dumps(answer).encode()
 
     def lost(self, number: int, rank: int) -> tuple[int, ...]:
         """Takes back what a dead rank had queued, was running or had finished; its rows died with it."""
@@ -71,14 +71,18 @@ class RemoteUnits:
         self._number = number
 
     def pull(self, rank: int) -> Assignment | None:
-        return self._ask("start", rank)
+        return self._ask("start", rank)[1]
 
     def done_and_pull(self, rank: int, lease: int, seconds: float | None) -> tuple[bool, Assignment | None]:
         return self._ask("done_and_pull", rank, lease, seconds)
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        question = pickle.dumps((name, self._number, *arguments))
-        return pickle.loads(ray.get(self._actor.ask.remote(question)))
+    def _ask(self, name: str, *arguments: Any) -> tuple[bool, Assignment | None]:
+        question = json.dumps((name, self._number, *arguments)).encode()
+        counted, found = json.loads(ray.get(self._actor.ask.remote(question)))
+        if found is None:
+            return counted, None
+        lease, rank, unit_ids, cost, stolen = found
+        return counted, Assignment(lease, rank, tuple(unit_ids), cost, stolen)
 
 
 @dataclass(frozen=True)
