@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from unirl.metrics import JsonlSink, write_samples
 from unirl.report import load_run, write_report
+from unirl.report.curves import write_curves
 from unirl.report.summary import sentence, summarise
 
 NASTY = 'a <script>alert("x")</script> & a "three"'
@@ -140,6 +142,21 @@ def test_a_report_can_be_written_again_while_the_run_goes_on(run_dir: Path) -> N
         file.write('{"step": 5, "eval/reward": 0.9}\n{"step": 6, "rew')
     assert "to 0.9." in write_report(run_dir).read_text()
     assert not [entry.name for entry in run_dir.iterdir() if entry.name.endswith(".tmp")]
+
+
+def test_an_axis_shows_its_values_and_no_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step, tail in enumerate((1.00001, 1.00002, 1.00003)):
+        sink.write(step, {"perf/tail_ratio": tail, "parity/abs_dlogp_max": 1e-8})
+    sink.close()
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    write_curves(load_run(tmp_path), tmp_path / "curves.png")
+    (figure,) = figures
+    assert [axes.yaxis.get_offset_text().get_text() for axes in figure.axes] == ["", ""]
+    labels = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+    assert "1.00002" in {label[:7] for label in labels}
 
 
 def test_a_run_without_evaluations_or_samples_still_has_a_report(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def write_curves(run: RunFiles, path: Path) -> Path:
     FigureCanvasAgg(figure)
     for index, draw in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
+        axes.ticklabel_format(axis="y", useOffset=False)  # 1.00002, not 2 under a "1e-5 + 1" in a corner
         draw(axes)
         axes.set_xlabel("rollout")
         axes.grid(True, alpha=0.3)
