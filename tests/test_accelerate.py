@@ -391,6 +391,9 @@ def test_what_is_not_supported_is_named_with_what_is(diffusers: Any) -> None:
         accelerate(both)
     with pytest.raises(ValueError, match="siblings is 0"):
         accelerate(both[0], siblings=0)
+    report = accelerate(pixart(diffusers))
+    with pytest.raises(ValueError, match="siblings is 0"):
+        report.siblings(0)
     with pytest.raises(ValueError, match="pass check=True"):
         accelerate(both[0], inputs={})
     with pytest.raises(ValueError, match="needs siblings"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -163,8 +163,7 @@ class Acceleration:
     _layers: dict[str, Any]
     comparison: Comparison | None = None
 
-    @contextmanager
-    def siblings(self, count: int) -> Iterator[None]:
+    def siblings(self, count: int) -> AbstractContextManager[None]:
         """Inside, every ``count`` consecutive rows of a batch are siblings: equal prompt, equal mask.
 
         A gradient-checkpointed forward has its backward inside as well, as that runs the layers again.
@@ -173,15 +172,7 @@ class Acceleration:
             ValueError: ``count`` below 1; a model whose processors are not there (any more).
         """
         _check_siblings(count)
-        processors = self._processors()
-        before = [processor.siblings for processor in processors]
-        try:
-            for processor in processors:
-                processor.siblings = count
-            yield
-        finally:
-            for processor, previous in zip(processors, before, strict=True):
-                processor.siblings = previous
+        return _siblings_set(self._processors(), count)
 
     def undo(self) -> None:
         """Put back the processors that the model had. A second call changes nothing."""
@@ -253,6 +244,18 @@ def accelerate(
     if not quiet:
         print(report)
     return report
+
+
+@contextmanager
+def _siblings_set(processors: Sequence[SharedPrompt], count: int) -> Iterator[None]:
+    before = [processor.siblings for processor in processors]
+    try:
+        for processor in processors:
+            processor.siblings = count
+        yield
+    finally:
+        for processor, previous in zip(processors, before, strict=True):
+            processor.siblings = previous
 
 
 def _check_siblings(count: int) -> None:
