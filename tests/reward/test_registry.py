@@ -27,9 +27,9 @@ def test_scorers_come_under_the_names_the_recipe_gives_them():
         ),
         (
             {"name": "no.such.module:Thing"},
-            r"scorers\[0\].name is 'no.such.module:Thing', which cannot be imported",
+            r"scorers\[0\].name is 'no.such.module:Thing', which cannot be imported .*a folder of PYTHONPATH",
         ),
-        ({"name": "unirl.digits:render"}, "has no method score"),
+        ({"name": "unirl.digits:render"}, r"has no method score; allowed: a class with score\(images"),
         (
             {"name": "jpeg_compressibility", "options": {"qualty": 3}},
             "no option 'qualty'; allowed: quality; did you mean 'quality'",

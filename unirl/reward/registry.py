@@ -71,11 +71,11 @@ def _import(name: str, where: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{where}.name is {name!r}, which cannot be imported ({error}); allowed: "
-            "'module:Class' on the Python path"
+            "'module:Class' on the Python path (installed, or in a folder of PYTHONPATH)"
         ) from error
     if not callable(getattr(scorer, "score", None)):
         raise ValueError(
-            f"{where}.name is {name!r}, which has no method score; allowed: a class with name and score"
+            f"{where}.name is {name!r}, which has no method score; allowed: a class with score(images, prompts, metadata)"
         )
     return scorer
 
