@@ -60,6 +60,35 @@ def check_rows(rows: Sequence[Tensor], pad_to: int | None) -> int:
     """Check the rows of a padding and return its bound S."""
     if not rows:
         raise ValueError("rows is empty; at least one row is needed to know K, C, dtype and device")
+    if not _are_alike(rows):
+        _say_what_differs(rows)
+    longest = max(row.shape[1] for row in rows)
+    if pad_to is None:
+        return longest
+    pad_to = arguments.check_integer("pad_to", pad_to)
+    if longest > pad_to:
+        index = next(i for i, row in enumerate(rows) if row.shape[1] > pad_to)
+        raise ValueError(f"rows[{index}] has {rows[index].shape[1]} tokens, more than pad_to = {pad_to}")
+    return pad_to
+
+
+def _are_alike(rows: Sequence[Tensor]) -> bool:
+    """Whether all are ``[K, seq, C]`` of one K, C, dtype and device; asked for every row of every call."""
+    first = rows[0]
+    if not isinstance(first, Tensor) or first.ndim != 3:
+        return False
+    num_frames, _, channels = first.shape
+    dtype, device = first.dtype, first.device
+    for row in rows:
+        if not isinstance(row, Tensor) or row.dtype is not dtype or row.device != device:
+            return False
+        shape = row.shape
+        if len(shape) != 3 or shape[0] != num_frames or shape[2] != channels:
+            return False
+    return True
+
+
+def _say_what_differs(rows: Sequence[Tensor]) -> None:
     for index, row in enumerate(rows):
         name = f"rows[{index}]"
         arguments.check_tensor(name, row)
@@ -70,14 +99,6 @@ def check_rows(rows: Sequence[Tensor], pad_to: int | None) -> int:
         )
         arguments.check_dtype(name, row, (rows[0].dtype,))
         arguments.check_device(name, row, rows[0].device, "rows[0]")
-    longest = max(row.shape[1] for row in rows)
-    if pad_to is None:
-        return longest
-    pad_to = arguments.check_integer("pad_to", pad_to)
-    if longest > pad_to:
-        index = next(i for i, row in enumerate(rows) if row.shape[1] > pad_to)
-        raise ValueError(f"rows[{index}] has {rows[index].shape[1]} tokens, more than pad_to = {pad_to}")
-    return pad_to
 
 
 def check_trim(latents: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:

@@ -21,13 +21,13 @@ torch.library.define("unirl::trim_latents", "(Tensor latents, SymInt[] lengths) 
 
 def _with_whole_tokens(tensor: Tensor) -> Tensor:
     """Return ``tensor`` ``[..., seq, C]`` when the values of a token are adjacent, else a contiguous copy."""
-    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _packed(row: Tensor) -> tuple[int, int, int, int]:
     """(address, frame stride, token stride, length) of a row ``[K, seq, C]``, strides in bytes."""
-    size = row.element_size()
-    return row.data_ptr(), row.stride(0) * size, row.stride(1) * size, row.shape[1]
+    size, (frame, token, _) = row.element_size(), row.stride()
+    return row.data_ptr(), frame * size, token * size, row.shape[1]
 
 
 def _padded(latents: Tensor) -> tuple[int, int, int, int]:
