@@ -90,7 +90,8 @@ def describe(config: RunConfig, asynchronous: bool, requests: Requests) -> str:
     head = (
         f"{config.model.preset}, {kind} FlowGRPO ({config.model.train}): {config.num_rollouts} rollouts of {config.batch_size} "
         f"prompts x {config.samples_per_prompt} siblings = {rows} rows, {config.sampling.num_inference_steps} steps each; "
-        f"about {duration(seconds)} after the workers' start on {train} training and {rollout} rollout rank(s) {where}; results in {config.run_dir}"
+        f"about {duration(seconds)} after the workers' start, on {train} training and {rollout} rollout rank(s) {where}; "
+        f"results in {config.run_dir}"
     )
     scorers = ", ".join(
         f"{s.name} x {s.weight:g}" if s.weight else f"{s.name} (monitor)" for s in config.reward.scorers
