@@ -14,7 +14,7 @@ from unirl.config import RunConfig, check, parse
 from unirl.distributed import models
 from unirl.distributed.collective import LocalCollective
 from unirl.models.bagel import BagelStage, preset
-from unirl.models.bagel.layers import Linear
+from unirl.models.bagel.layers import Linear, RMSNorm
 from unirl.train.plan import plan_updates
 from unirl.train.stack import TrainStack, merge_results
 from unirl.train.trainable import is_bitwise, prepare
@@ -190,6 +190,12 @@ def test_what_it_needs_of_a_cpu_is_named_and_a_gpu_takes_it(
         models.pick_device(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert models.pick_device(config) == "cuda"
+
+
+def test_every_linear_layer_and_norm_knows_of_it(stack: TrainStack) -> None:
+    layers = [m for m in stack.stage.model.modules() if isinstance(m, (torch.nn.Linear, RMSNorm))]
+    assert {type(layer) for layer in layers} == {Linear, RMSNorm}
+    assert all(layer.batch_invariant for layer in layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

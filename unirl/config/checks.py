@@ -11,18 +11,6 @@ from typing import Any
 from unirl.config.parse import to_plain
 from unirl.config.schema import RunConfig
 
-POSITIVE_COUNTS = (
-    "num_rollouts",
-    "batch_size",
-    "samples_per_prompt",
-    "num_devices",
-    "num_nodes",
-    "threads_per_worker",
-    "max_inflight",
-    "weight_sync_interval",
-)
-
-
 ASYNC_ONLY = ("max_inflight", "buffer_order", "reap_before_launch")
 """Keys that the sync trainers do not read."""
 
@@ -34,6 +22,19 @@ def _within(low: float, high: float) -> Callable[[Any], bool]:
 RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         (
+            "num_rollouts",
+            "batch_size",
+            "samples_per_prompt",
+            "num_devices",
+            "num_nodes",
+            "threads_per_worker",
+            "max_inflight",
+            "weight_sync_interval",
+            "stack.micro_batch_size",
+            "stack.num_updates_per_batch",
+            "reward_stack.micro_batch_size",
+            "eval.samples_per_prompt",
+            "checkpoint.keep_last",
             "model.lora.rank",
             "model.lora.alpha",
             "sampling.height",
@@ -49,6 +50,13 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     **dict.fromkeys(
         (
+            "eval_interval",
+            "save_interval",
+            "buffer_max_staleness",
+            "max_worker_restarts",
+            "worker_timeout_s",
+            "parity.probe_rows",
+            "parity.store_interval",
             "eval.eta",
             "algorithm.beta",
             "optim.weight_decay",
@@ -58,8 +66,17 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("0 or more", lambda value: value >= 0),
     ),
     **dict.fromkeys(
-        ("sampling.shift", "algorithm.adv_clip", "optim.eps"), ("a number above 0", lambda value: value > 0)
+        (
+            "sampling.shift",
+            "algorithm.adv_clip",
+            "algorithm.clip_range",
+            "optim.eps",
+            "optim.lr",
+            "optim.max_grad_norm",
+        ),
+        ("a number above 0", lambda value: value > 0),
     ),
+    "optim.ema.decay": ("0 (off) up to, not including, 1", lambda value: 0 <= value < 1),
     **dict.fromkeys(("seed", "eval.seed"), ("an integer of at most 64 bits", _within(-(2**63), 2**64 - 1))),
     "model.lora.dropout": ("0 (a replay has to compute what the rollout did)", lambda value: value == 0),
     "sampling.cfg_renorm_min": ("0 to 1", _within(0, 1)),
@@ -79,7 +96,7 @@ def check(config: RunConfig, *, asynchronous: bool) -> None:
     """Raises `ValueError` for combinations of keys that cannot run, naming the keys to change."""
     _finite(config)
     _ranges(config)
-    _positive(config)
+    _updates(config)
     _sampling(config)
     _layout(config, asynchronous)
     _parity(config, asynchronous)
@@ -176,45 +193,7 @@ def _ranges(config: RunConfig) -> None:
             raise ValueError(f"{key} is {shown}; allowed: {allowed}")
 
 
-def _positive(config: RunConfig) -> None:
-    for key in POSITIVE_COUNTS:
-        if getattr(config, key) < 1:
-            raise ValueError(f"{key} is {getattr(config, key)}; allowed: 1 or more")
-    for key in (
-        "eval_interval",
-        "save_interval",
-        "buffer_max_staleness",
-        "max_worker_restarts",
-        "worker_timeout_s",
-    ):
-        if getattr(config, key) < 0:
-            raise ValueError(f"{key} is {getattr(config, key)}; allowed: 0 or more")
-    for key, value in (
-        ("stack.micro_batch_size", config.stack.micro_batch_size),
-        ("stack.num_updates_per_batch", config.stack.num_updates_per_batch),
-        ("reward_stack.micro_batch_size", config.reward_stack.micro_batch_size),
-        ("eval.samples_per_prompt", config.eval.samples_per_prompt),
-        ("checkpoint.keep_last", config.checkpoint.keep_last),
-    ):
-        if value < 1:
-            raise ValueError(f"{key} is {value}; allowed: 1 or more")
-    for key, value in (
-        ("parity.probe_rows", config.parity.probe_rows),
-        ("parity.store_interval", config.parity.store_interval),
-    ):
-        if value < 0:
-            raise ValueError(f"{key} is {value}; allowed: 0 or more")
-    for key, number in (
-        ("optim.lr", config.optim.lr),
-        ("optim.max_grad_norm", config.optim.max_grad_norm),
-        ("algorithm.clip_range", config.algorithm.clip_range),
-    ):
-        if not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"{key} is {number}; allowed: a finite number above 0")
-    if not 0 <= config.optim.ema.decay < 1:
-        raise ValueError(
-            f"optim.ema.decay is {config.optim.ema.decay}; allowed: 0 (off) up to, not including, 1"
-        )
+def _updates(config: RunConfig) -> None:
     if config.stack.num_updates_per_batch > config.batch_size:
         raise ValueError(
             f"stack.num_updates_per_batch is {config.stack.num_updates_per_batch}, but a batch has {config.batch_size} groups; "

@@ -81,7 +81,7 @@ def row_block(num_in: int, num_out: int, has_bias: bool) -> int:
 
 
 def make_batch_invariant(module: nn.Module, enabled: bool = True) -> None:
-    """Switch every linear layer below ``module`` to batch-invariant arithmetic, adapter layers included.
+    """Switch every linear layer and norm below ``module`` to batch-invariant arithmetic, adapter layers included.
 
     Plain ``nn.Linear`` children (peft's ``lora_A`` and ``lora_B``) are replaced by :class:`Linear` holding
     the same parameters, so call this after an adapter has been injected and before an optimizer looks for
@@ -94,7 +94,7 @@ def make_batch_invariant(module: nn.Module, enabled: bool = True) -> None:
             replacement.train(child.training)
             setattr(module, child_name, replacement)
             child = replacement
-        if isinstance(child, Linear):
+        if isinstance(child, (Linear, RMSNorm)):
             child.batch_invariant = enabled
         else:
             make_batch_invariant(child, enabled)
@@ -102,6 +102,8 @@ def make_batch_invariant(module: nn.Module, enabled: bool = True) -> None:
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis; statistics are float32 whatever ``x`` is."""
+
+    batch_invariant = False
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -111,7 +113,9 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., width]`` in, the same shape and dtype out."""
         wide = hidden.float()
-        inverse = torch.rsqrt(_row_means(wide.square()) + self.eps)
+        squares = wide.square()
+        means = _row_means(squares) if self.batch_invariant else squares.mean(dim=-1, keepdim=True)
+        inverse = torch.rsqrt(means + self.eps)
         return self.weight * (wide * inverse).to(hidden.dtype)
 
 
