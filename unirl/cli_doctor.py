@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from unirl.cores import usable_cores
+
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 GIB = 2**30
@@ -181,7 +183,7 @@ def _check_extension() -> list[Check]:
 
 
 def _check_machine() -> list[Check]:
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     memory_bytes = _available_memory_bytes()
     shared_bytes = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
     return [

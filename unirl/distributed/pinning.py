@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unirl.config import RunConfig
+from unirl.cores import usable_cores
 from unirl.distributed.cluster import Devices
 from unirl.distributed.failures import ClusterRefusal
 
@@ -28,7 +29,7 @@ def check_pinning(config: RunConfig, devices: Devices) -> None:
             f"pin_workers is true, but this system cannot bind a process to cores; {_REMEDY}"
         )
     if config.ray_address is None:
-        cores_of(config.num_devices - 1, config.threads_per_worker, sorted(os.sched_getaffinity(0)))
+        cores_of(config.num_devices - 1, config.threads_per_worker, usable_cores())
 
 
 def cores_of(place: int, threads: int, usable: Sequence[int]) -> list[int]:
@@ -48,7 +49,7 @@ def cores_of(place: int, threads: int, usable: Sequence[int]) -> list[int]:
 
 def pin_process(place: int, threads: int) -> list[int]:
     """Binds all threads of this process, and so those that it will start, to the cores of `cores_of`; returns them."""
-    cores = cores_of(place, threads, sorted(os.sched_getaffinity(0)))
+    cores = cores_of(place, threads, usable_cores())
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread.name), cores)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch
 
 from unirl.config import RunConfig
+from unirl.cores import usable_cores
 from unirl.distributed.models import model_limits
 from unirl.trainer.requests import Requests
 
@@ -46,7 +46,7 @@ def _share_of_a_core(config: RunConfig, num_ranks: int) -> float:
     """What a thread of so many ranks gets of a core of this machine; 1 where they have devices, or another cluster's cores."""
     if torch.cuda.is_available() or config.ray_address is not None:
         return 1.0
-    return min(1.0, len(os.sched_getaffinity(0)) / (num_ranks * config.threads_per_worker))
+    return min(1.0, len(usable_cores()) / (num_ranks * config.threads_per_worker))
 
 
 def _flops_per_s(hidden_size: int, intermediate_size: int, threads: int) -> float:
