@@ -4,6 +4,7 @@
 #   make demo          train the digits recipe asynchronously and write a report (a few minutes)
 #   make test          the quick tests            make test-slow   the others that need no GPU
 #   make lint          style, layers, types       make bench       the operators against their peers
+#   make test-native   the C++ tests, with sanitizers too
 #   make bench-loops   whole runs: learning, overlap, hand-over, soak, parity (an hour or more)
 #
 #   TORCH=...          which torch to install: a requirement or the path of a wheel (default: torch==2.13.0)
@@ -35,7 +36,7 @@ OPERATORS := sibling_prefix_attention packing digest flow guidance
 LOOPS := digits_learning async_overlap handover schedule storage soak
 BENCH ?= --seconds 30
 
-.PHONY: help install demo test test-slow lint bench bench-loops clean
+.PHONY: help install demo test test-slow test-native lint bench bench-loops clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
