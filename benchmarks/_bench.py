@@ -180,6 +180,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(table(list(header), [list(row) for row in rows]))
 
 
+def device_of(options: argparse.Namespace) -> str:
+    """What ``--device`` says, else the GPU when there is one."""
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that every operator's benchmark takes."""
     found = argparse.ArgumentParser(
@@ -212,7 +217,7 @@ class Bench:
     def __init__(self, stem: str, options: argparse.Namespace, num_cases: int) -> None:
         self.stem = stem
         self.options = options
-        self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(device_of(options))
         self.slow_peers = options.slow_peers and self.device.type == "cuda"
         self.rows: list[dict[str, Any]] = []
         self._end = time.perf_counter() + options.seconds

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _bench import Bench, Call, parser
+from _bench import Bench, Call, device_of, parser
 from torch import Tensor
 
 from unirl.ops import flow_log_prob, flow_step, keyed_normal
@@ -232,8 +232,7 @@ def measure_log_prob(bench: Bench, problem: Problem, shape: tuple[int, int, int]
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__).parse_args(argv)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    shapes, dtype = SHAPES[device]
+    shapes, dtype = SHAPES[device_of(options)]
     if options.quick:
         shapes = QUICK
     with Bench("flow", options, num_cases=4 * len(shapes)) as bench:

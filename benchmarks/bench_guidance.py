@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _bench import Bench, Call, parser
+from _bench import Bench, Call, device_of, parser
 from torch import Tensor
 
 from unirl.ops import guided_velocity
@@ -99,8 +99,7 @@ def measure_renorm(bench: Bench, branches: Sequence[Tensor], upstream: Tensor, r
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__).parse_args(argv)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    shapes, dtype = SHAPES[device]
+    shapes, dtype = SHAPES[device_of(options)]
     if options.quick:
         shapes = QUICK
     with Bench("guidance", options, num_cases=2 * len(RENORMS) * len(shapes)) as bench:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _bench import Bench, Call, parser
+from _bench import Bench, Call, device_of, parser
 from torch import Tensor
 
 from unirl.ops import pad_latents, trim_latents
@@ -216,8 +216,7 @@ def no_grad(forward: Callable[[], Any]) -> Call:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__).parse_args(argv)
     warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    cases = QUICK if options.quick else CASES[device]
+    cases = QUICK if options.quick else CASES[device_of(options)]
     with Bench("packing", options, num_cases=4 * len(cases)) as bench:
         for case in cases:
             measure_case(bench, case)

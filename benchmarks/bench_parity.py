@@ -21,15 +21,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from _models import random_stage
 from _runs import ROOT, record
 
 from unirl.config import RunConfig
 from unirl.distributed.collective import LocalCollective
 from unirl.distributed.models import ASSETS, build_model
-from unirl.models.bagel import Bagel, BagelStage, preset
+from unirl.models.bagel import BagelStage
 from unirl.models.bagel import stage as stage_module
 from unirl.models.bagel.layers import make_batch_invariant
-from unirl.models.bagel.tokenizer import ByteTokenizer
 from unirl.reward.stack import micro_batches
 from unirl.train.checks import ReplayChecks
 from unirl.train.plan import plan_updates
@@ -230,15 +230,7 @@ def _drift_stages(device: str, num_layers: int) -> Iterator[tuple[str, BagelStag
     yield "digits", digits, [[8, 8], [12, 8], [12, 12]], 1e-3
     if device == "cpu":
         return
-    config = preset("bagel-7b-mot")
-    config = config.replace(language=dataclasses.replace(config.language, num_hidden_layers=num_layers))
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Bagel(config).eval().requires_grad_(False).to(torch.bfloat16)
-    for name, weight in model.named_parameters():
-        if "pos_embed" not in name:
-            torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else weight.fill_("norm" in name)
-    stage = BagelStage(model, codec=None, tokenizer=ByteTokenizer())  # type: ignore[arg-type]
+    stage = random_stage("bagel-7b-mot", device, num_layers)
     yield f"bagel-7b, {num_layers} layers", stage, [[256, 256], [384, 256], [512, 512]], 1e-4
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _bench import RESULTS, print_table, write_rows
+from _models import random_stage
 from _ranks import Ranks, started
 
 PROMPT = "a photo of a lighthouse on a rock in the evening, long exposure"
@@ -302,7 +303,7 @@ def serve(rank: int, pipe: Any, coordinators: Any, device: str, size: Size, laye
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
-    stack = RewardStack(Engine(build_stage(device, size, layers)), {}, micro_batch_size=1)
+    stack = RewardStack(Engine(random_stage(size.preset, device, layers)), {}, micro_batch_size=1)
     while (message := pipe.recv())[0] != "end":
         kind, *rest = message
         if kind == "sweep":
@@ -366,29 +367,6 @@ def request_of(size: Size, groups: Sequence[tuple[tuple[str, ...], int, str]], s
             ),
         )
     )
-
-
-def build_stage(device: str, size: Size, layers: int | None) -> Any:
-    """A BAGEL of the preset's dimensions with random weights, in bfloat16 on this process's device."""
-    import torch
-
-    from unirl.models.bagel import Bagel, BagelStage, preset
-    from unirl.models.bagel.layers import PositionEmbedding
-    from unirl.models.bagel.tokenizer import ByteTokenizer
-
-    config = preset(size.preset)
-    if layers is not None:
-        config = config.replace(language=dataclasses.replace(config.language, num_hidden_layers=layers))
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = Bagel(config).eval().requires_grad_(False).to(torch.bfloat16)
-    model.to_empty(device=device)
-    for name, weight in model.named_parameters():  # on the GPU: on the host it would take minutes
-        torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else weight.fill_(float("norm" in name))
-    for module in model.modules():
-        if isinstance(module, PositionEmbedding):
-            module.reset_parameters()
-    return BagelStage(model, codec=None, tokenizer=ByteTokenizer())
 
 
 def _clock(began: float) -> Callable[[str], None]:

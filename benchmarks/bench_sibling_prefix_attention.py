@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _bench import Bench, Call, parser
+from _bench import Bench, Call, device_of, parser
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -255,8 +255,7 @@ def measure_shape(
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__).parse_args(argv)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    shapes, dtype = SHAPES[device]
+    shapes, dtype = SHAPES[device_of(options)]
     if options.quick:
         shapes = QUICK
     with Bench("sibling_prefix_attention", options, num_cases=2 * len(shapes)) as bench:
