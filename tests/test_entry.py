@@ -27,6 +27,23 @@ def ending(run_dir: Path, error: BaseException, capsys: pytest.CaptureFixture[st
     return capsys.readouterr().err.rpartition("\nerror: ")[2]
 
 
+def test_a_run_that_is_done_is_done_without_a_report_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Done:
+        def __init__(self, config: RunConfig) -> None:
+            self.folder = Path(config.run_dir)
+
+        def run(self) -> Path:
+            self.folder.mkdir()
+            (self.folder / "metrics.jsonl").write_text("torn by a crash\n")
+            return self.folder
+
+    assert run_recipe({"run_dir": str(tmp_path / "run")}, Done) == 0  # type: ignore[arg-type]
+    said = capsys.readouterr().err
+    assert "metrics.jsonl:1" in said and "unirl report" in said and "Traceback" not in said
+
+
 def test_what_a_worker_raised_is_named_with_its_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

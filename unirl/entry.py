@@ -164,7 +164,13 @@ def run_recipe(recipe: Any, trainer_class: Callable[[RunConfig], DiffusionTraine
             folder = trainer.run()
     except BaseException as error:
         return _told(error, config)
-    print(f"report: {write_report(folder)}")
+    try:
+        print(f"report: {write_report(folder)}")
+    except (ValueError, OSError) as error:
+        print(
+            f"warning: the run is done, but has no report: {error}\nunirl report {folder} writes one",
+            file=sys.stderr,
+        )
     return 0
 
 
