@@ -61,7 +61,7 @@ def adapter(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
-def assert_nothing_is_left(timeout_s: float = 90.0) -> None:
+def assert_nothing_is_left(timeout_s: float = 30.0) -> None:
     """All cores of the shared cluster are free again: no actor and no placement group outlives its driver."""
     deadline = time.monotonic() + timeout_s
     while ray.available_resources().get("CPU", 0) != ray.cluster_resources()["CPU"]:
