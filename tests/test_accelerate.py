@@ -374,9 +374,10 @@ def test_joint_attention_is_refused_by_name_and_reason(diffusers: Any, name: str
 
 
 def test_every_refused_name_is_a_class_of_diffusers(diffusers: Any) -> None:
-    from unirl.accelerate import _JOINT, _MAKE_INPUTS
+    from unirl.accelerate import _JOINT
+    from unirl.accelerate_inputs import MAKE_INPUTS
 
-    for name in (*_JOINT, *_MAKE_INPUTS):
+    for name in (*_JOINT, *MAKE_INPUTS):
         assert issubclass(getattr(diffusers, name), nn.Module)
 
 

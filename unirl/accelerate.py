@@ -11,7 +11,7 @@ queries that have keys of their own beside the prefix, which a cross-attention h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unirl.accelerate_inputs import MAKE_INPUTS
 from unirl.ops import available_attention_backends
 
 _JOINT = {
@@ -282,7 +283,7 @@ def _require_equal_siblings(name: str, rows: Tensor, siblings: int) -> None:
 
 def _find(model: nn.Module) -> tuple[str, nn.Module]:
     """Return the family's name and the transformer in ``model``."""
-    supported = ", ".join((*_MAKE_INPUTS, "Bagel"))
+    supported = ", ".join((*MAKE_INPUTS, "Bagel"))
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model is a {type(model).__name__}, not a torch.nn.Module; pass the transformer itself "
@@ -309,7 +310,7 @@ def _family(module: nn.Module) -> str | None:
     # By name, so that a library which the model does not come from is never imported.
     for cls in type(module).__mro__:
         package = cls.__module__
-        if package.startswith("diffusers.") and (cls.__name__ in _MAKE_INPUTS or cls.__name__ in _JOINT):
+        if package.startswith("diffusers.") and (cls.__name__ in MAKE_INPUTS or cls.__name__ in _JOINT):
             return cls.__name__
         if package.startswith("unirl.models.bagel.") and cls.__name__ == "Bagel":
             return "Bagel"
@@ -372,7 +373,7 @@ def _share_prompts(
     )
     if check:
         made = siblings if siblings > 1 else 2
-        call = dict(inputs) if inputs is not None else _MAKE_INPUTS[family](target, made)
+        call = dict(inputs) if inputs is not None else MAKE_INPUTS[family](target, made)
         report.undo()
         before = _run(model, call)
         _install(layers, made)
@@ -436,68 +437,6 @@ def _compare(before: Tensor, after: Tensor, siblings: int) -> Comparison:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} ... {names[-1]}"
     return f"{len(names)} cross-attention processors ({shown})"
-
-
-def _random(target: Any, seed: int, *shape: int) -> Tensor:
-    parameter = next(target.parameters())
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return drawn.to(device=parameter.device, dtype=target.dtype)
-
-
-_GROUPS, _PROMPT_TOKENS, _PATCHES = 2, 8, 4
-
-
-def _pixart_inputs(target: Any, siblings: int) -> dict[str, Any]:
-    config, rows = target.config, _GROUPS * siblings
-    side = _PATCHES * config.patch_size
-    prompts = _random(
-        target, 1, _GROUPS, _PROMPT_TOKENS, config.caption_channels or config.cross_attention_dim
-    )
-    device = prompts.device
-    lengths = torch.tensor([_PROMPT_TOKENS, _PROMPT_TOKENS // 2], device=device)
-    mask = torch.arange(_PROMPT_TOKENS, device=device) < lengths[:, None]
-    extras: dict[str, Tensor | None] = {"resolution": None, "aspect_ratio": None}
-    if target.use_additional_conditions:
-        size = torch.full((rows, 2), 8.0 * side, device=device, dtype=prompts.dtype)
-        extras = {"resolution": size, "aspect_ratio": torch.ones_like(size[:, :1])}
-    return {
-        "hidden_states": _random(target, 2, rows, config.in_channels, side, side),
-        "encoder_hidden_states": prompts.repeat_interleave(siblings, 0),
-        "encoder_attention_mask": mask.to(prompts.dtype).repeat_interleave(siblings, 0),
-        "timestep": torch.arange(rows, device=device) * 97 % 1000,
-        "added_cond_kwargs": extras,
-        "return_dict": False,
-    }
-
-
-def _wan_inputs(target: Any, siblings: int) -> dict[str, Any]:
-    config, rows = target.config, _GROUPS * siblings
-    frames, height, width = config.patch_size
-    # With image tokens, the layers take the last 512 tokens for the text.
-    tokens = 512 if config.added_kv_proj_dim is not None else _PROMPT_TOKENS
-    prompts = _random(target, 1, _GROUPS, tokens, config.text_dim)
-    made = {
-        "hidden_states": _random(
-            target, 2, rows, config.in_channels, frames, _PATCHES * height, _PATCHES * width
-        ),
-        "encoder_hidden_states": prompts.repeat_interleave(siblings, 0),
-        "timestep": torch.arange(rows, device=prompts.device) * 97 % 1000,
-        "return_dict": False,
-    }
-    if config.image_dim is not None:
-        images = 2 if config.pos_embed_seq_len is not None else 1
-        image_tokens = config.pos_embed_seq_len or 257
-        image = _random(target, 3, _GROUPS, image_tokens, config.image_dim).repeat_interleave(siblings, 0)
-        made["encoder_hidden_states_image"] = image.reshape(
-            rows * images, image_tokens // images, config.image_dim
-        )
-    return made
-
-
-_MAKE_INPUTS: dict[str, Callable[[nn.Module, int], dict[str, Any]]] = {
-    "PixArtTransformer2DModel": _pixart_inputs,
-    "WanTransformer3DModel": _wan_inputs,
-}
 
 
 class _CallableModule(ModuleType):
