@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 DEMO_DIR := $(if $(wildcard runs/demo/metrics.jsonl),runs/demo-$(shell date +%Y%m%d-%H%M%S),runs/demo)
 
 TEST_WORKERS ?= 2
-PURE := unirl/types unirl/sde unirl/schedule unirl/config unirl/parity unirl/metrics \
+PURE := unirl/ops unirl/types unirl/sde unirl/schedule unirl/config unirl/parity unirl/metrics \
 	unirl/protocols.py unirl/rollout/async_runtime.py
 
 OPERATORS := sibling_prefix_attention packing digest flow guidance

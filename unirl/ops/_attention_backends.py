@@ -20,7 +20,7 @@ LATER = ""
 """A traced graph's name of a kernel: it is picked when the graph runs, with the memory layouts at hand."""
 TRITON_HEAD_SIZES = (64, 128)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, ...]
 """Query, key, value, prefix key and prefix value."""
 
 # Kernels of a device type, the preferred one first. Each module has forward and backward of one signature. The

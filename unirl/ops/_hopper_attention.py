@@ -142,7 +142,7 @@ def backward(
     lse: Tensor,
     prefix_lengths: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, prefix_key and prefix_value, in one pass and the same bits in every run.
 
     Head size 128. Takes what :func:`forward` took and returned. Beside the results it allocates float32 for

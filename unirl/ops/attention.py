@@ -68,7 +68,8 @@ def sibling_prefix_attention(
     """
     checked = _check(query, key, value, prefix_key, prefix_value, prefix_lengths, scale)
     checked = checked._replace(need_lse=return_lse)
-    inputs, options = checked[:5], (checked.prefix_lengths, checked.scale)
+    inputs: backends.Inputs = checked[:5]
+    options = (checked.prefix_lengths, checked.scale)
     head_size = query.shape[3]
     if torch.compiler.is_compiling() and backend is not None:
         name = backend

@@ -138,7 +138,7 @@ def backward(
     lse: Tensor,
     prefix_lengths: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, prefix_key and prefix_value; prefix tokens that no row sees get zero."""
     query, key, value, prefix_key, prefix_value = map(adjacent, (query, key, value, prefix_key, prefix_value))
     grad_out, out = adjacent(grad_out), adjacent(out)
@@ -202,12 +202,21 @@ def backward(
     if prefix_length:
         shares = prefix_shares(siblings, groups * key_heads, prefix_length, head_size, query.dtype)
         if shares == 1:
-            targets = (grads[3], grads[4])
+            targets = list(grads[3:])
         else:
             shape = (groups * shares, key_heads, prefix_length, head_size)
-            targets = tuple(torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
+            targets = [torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2)]
         _key_gradients(
-            query, prefix_key, prefix_value, prefix_lengths, *common, *targets, siblings, shares, scale
+            query,
+            prefix_key,
+            prefix_value,
+            prefix_lengths,
+            *common,
+            targets[0],
+            targets[1],
+            siblings,
+            shares,
+            scale,
         )
         if shares > 1:
             for grad, partial in zip(grads[3:], targets, strict=True):
