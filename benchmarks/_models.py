@@ -12,8 +12,10 @@ from unirl.models.bagel.layers import PositionEmbedding
 from unirl.models.bagel.tokenizer import ByteTokenizer
 
 
-def random_stage(name: str, device: str, num_layers: int | None = None) -> BagelStage:
-    """A stage of the preset's dimensions, of fewer layers if asked, in bfloat16; it decodes no images.
+def random_stage(
+    name: str, device: str, num_layers: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> BagelStage:
+    """A stage of the preset's dimensions, of fewer layers if asked; it decodes no images.
 
     The weights are drawn where they are used: on the host that would take minutes for the large preset.
     """
@@ -22,7 +24,7 @@ def random_stage(name: str, device: str, num_layers: int | None = None) -> Bagel
         config = config.replace(language=dataclasses.replace(config.language, num_hidden_layers=num_layers))
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Bagel(config).eval().requires_grad_(False).to(torch.bfloat16)
+        model = Bagel(config).eval().requires_grad_(False).to(dtype)
     model.to_empty(device=device)
     for weight_name, weight in model.named_parameters():
         if weight.ndim > 1:
