@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from unirl.models.bagel.layers import make_batch_invariant
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 OPERATORS = {
@@ -97,3 +101,69 @@ def test_plots_show_the_newest_run_and_prefer_a_gpu(load: Any, tmp_path: Path) -
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["ms"] for row in load("_plots").newest_run(path)] == [2]
+
+
+def test_quick_bagel_run_agrees_with_the_plain_decoder(
+    load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes = ["denoise", "adapted", "replay"]
+    arguments = ["--quick", "--device=cpu", f"--results={tmp_path}", "--profile", "--no-plot"]
+    load("bench_bagel").main([*arguments, f"--modes={','.join(modes)}"])
+    rows = read(tmp_path / "bagel.jsonl")
+    assert [(row["mode"], row["provider"]) for row in rows] == [
+        (m, p) for m in modes for p in ("ours", "plain")
+    ]
+    assert all(row["error"] < 2e-6 for row in rows if "error" in row)
+    assert {row["provider"] for row in rows if "error" in row and row["mode"] == "replay"} == {"ours"}
+    for row in rows:
+        assert row["of_matmul"] == pytest.approx(
+            row["tflop"] / row["ms"] * 1e3 / row["matmul_tflops"], rel=1e-3
+        )
+    assert "replay, 3 x 16, prefix 7, ours" in capsys.readouterr().out
+
+
+def test_flop_of_bagel_are_those_of_its_matrix_products(load: Any) -> None:
+    bench = load("bench_bagel")
+    stage = load("_models").random_stage("bagel-digits", "cpu", 4, torch.float32)
+    # Batch invariance pads products of few rows.
+    stage.model.config = stage.model.config.replace(batch_invariant=False)
+    make_batch_invariant(stage.model, False)
+    shape = bench.Shape(3, 64, 40)
+
+    def counted(call: Any) -> int:
+        with FlopCounterMode(display=False) as counter, sdpa_kernel([SDPBackend.MATH]):
+            bench.running(bench.plain_decoder(stage.model), call)()
+        return counter.get_total_flops()
+
+    base = bench.flop_of(stage.model.config, shape)
+    assert counted(bench.Problem(stage, shape).step) == pytest.approx(base.step, rel=1e-3)
+    bench.adapt(stage.model)
+    stage.model.gradient_checkpointing = False
+    flop = bench.flop_of(stage.model.config, shape, bench.adapter_entries(stage.model))
+    problem = bench.Problem(stage, shape)
+    assert counted(problem.step) == pytest.approx(flop.step, rel=1e-3)
+    # Here the attention keeps its scores, which the half that 2.5 has over 2 would compute again.
+    assert counted(problem.replay) == pytest.approx(flop.replay() - 0.5 * flop.attention, rel=2e-2)
+    stage.model.gradient_checkpointing = True
+    assert counted(problem.replay) == pytest.approx(flop.replay(2) - 0.5 * flop.attention, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("void sibling_attention_forward_kernel<128>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNN", "matmul"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<unsigned int, 4>", "copies, casts"),
+        (
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
+            "copies, casts",
+        ),
+        ("Memcpy DtoD (Device -> Device)", "copies, casts"),
+        ("void at::native::vectorized_elementwise_kernel<4, silu_kernel>", "norms, elementwise"),
+        ("void at::native::reduce_kernel<512, 1, MeanOps<float>>", "norms, elementwise"),
+    ],
+)
+def test_kernels_are_grouped_by_their_names(load: Any, name: str, group: str) -> None:
+    assert load("_profile").Kernel(name, 1, 1.0).group == group
