@@ -5,6 +5,7 @@
 #   make test          the quick tests            make test-slow   the others that need no GPU
 #   make lint          style, layers, types       make bench       the operators against their peers
 #   make test-native   the C++ tests, with sanitizers too
+#   make test-native-gpu   those of the CUDA kernels, under compute-sanitizer too (skipped without a GPU)
 #   make bench-loops   whole runs: learning, overlap, hand-over, soak, parity (an hour or more)
 #
 #   TORCH=...          which torch to install: a requirement or the path of a wheel (default: torch==2.13.0)
@@ -36,7 +37,7 @@ OPERATORS := sibling_prefix_attention packing digest flow guidance
 LOOPS := digits_learning async_overlap handover schedule storage soak
 BENCH ?= --seconds 30
 
-.PHONY: help install demo test test-slow test-native lint bench bench-loops clean
+.PHONY: help install demo test test-slow test-native test-native-gpu lint bench bench-loops clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -69,6 +70,10 @@ test-native: $(STAMP)
 		cmake --build $$folder | tail -n 1; \
 		ctest --test-dir $$folder --output-on-failure --timeout 120 | tail -n 20; \
 	done
+
+# Runs without .venv where CMake is on PATH, so that a GPU machine needs no installation.
+test-native-gpu:
+	PATH="$(CURDIR)/$(BIN):$$PATH" csrc/tests/run_gpu.sh build/native-tests/gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
