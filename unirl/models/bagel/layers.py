@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unirl.models.bagel import fused
+
 _ROW_BLOCKS = (8, 16, 32, 64)
 _MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 _MAX_CHECKED_WEIGHTS = 1 << 20
@@ -112,6 +114,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., width]`` in, the same shape and dtype out."""
+        if fused.fusable(hidden, self.weight):
+            return fused.rms_norm(hidden, self.weight, self.eps)
         wide = hidden.float()
         squares = wide.square()
         means = _row_means(squares) if self.batch_invariant else squares.mean(dim=-1, keepdim=True)

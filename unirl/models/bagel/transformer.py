@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unirl.models.bagel import fused
 from unirl.models.bagel.config import LanguageConfig
 from unirl.models.bagel.layers import Linear, RMSNorm, Rotary
 from unirl.ops import sibling_prefix_attention
@@ -52,6 +53,7 @@ class Attention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
+        self._fuses = config.head_dim & (config.head_dim - 1) == 0
         hidden, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
         for suffix in ("", "_moe_gen"):
             setattr(self, f"q_proj{suffix}", Linear(hidden, hidden))
@@ -63,21 +65,31 @@ class Attention(nn.Module):
 
     def queries(self, tokens: Tokens, rotary: Rotary) -> Tensor:
         """``[B, Hq, T, D]`` in token order."""
-        # Norm and rotation are float32 and rounded once, as in the public implementation.
-        parts = [self.q_norm(self._heads(self.q_proj(tokens.und)).float())]
-        if tokens.gen is not None:
-            parts.append(self.q_norm_moe_gen(self._heads(self.q_proj_moe_gen(tokens.gen)).float()))
-        return rotary.apply(in_token_order(*parts)).to(tokens.und.dtype).transpose(1, 2)
+        return self._rotated("q", tokens, rotary).transpose(1, 2)
 
     def keys_values(self, tokens: Tokens, rotary: Rotary) -> LayerCache:
         """``[B, Hk, T, D]`` each, in token order."""
-        keys = [self.k_norm(self._heads(self.k_proj(tokens.und)).float())]
+        key = self._rotated("k", tokens, rotary)
         values = [self._heads(self.v_proj(tokens.und))]
         if tokens.gen is not None:
-            keys.append(self.k_norm_moe_gen(self._heads(self.k_proj_moe_gen(tokens.gen)).float()))
             values.append(self._heads(self.v_proj_moe_gen(tokens.gen)))
-        key = rotary.apply(in_token_order(*keys)).to(tokens.und.dtype)
         return LayerCache(key.transpose(1, 2), in_token_order(*values).transpose(1, 2))
+
+    def _rotated(self, which: str, tokens: Tokens, rotary: Rotary) -> Tensor:
+        """Queries (``q``) or keys (``k``) ``[B, T, H, D]`` in token order, normed and rotated."""
+        suffixes = ("", "_moe_gen") if tokens.gen is not None else ("",)
+        projected = [
+            getattr(self, f"{which}_proj{suffix}")(hidden)
+            for suffix, hidden in zip(suffixes, tokens, strict=False)
+        ]
+        norms = [getattr(self, f"{which}_norm{suffix}") for suffix in ("", "_moe_gen")]
+        if self._fuses and fused.fusable(projected[0], norms[0].weight):
+            und, gen = projected if len(projected) == 2 else (projected[0], None)
+            weights = norms[0].weight, norms[len(projected) - 1].weight
+            return fused.rotated_heads(und, gen, weights, rotary.cos, rotary.sin, norms[0].eps)
+        # Norm and rotation are float32 and rounded once, as in the public implementation.
+        heads = [norm(self._heads(part).float()) for norm, part in zip(norms, projected, strict=False)]
+        return rotary.apply(in_token_order(*heads)).to(tokens.und.dtype)
 
     def output(self, mixed: Tensor, has_gen: bool, skip_und: bool) -> Tokens:
         """``[B, Hq, T, D]`` back to hidden width, each token by its expert."""
@@ -109,7 +121,10 @@ class Mlp(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        if fused.fusable(gate, up):
+            return self.down_proj(fused.silu_product(gate, up))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
