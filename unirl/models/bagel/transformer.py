@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unirl.models.bagel import fused
+from unirl.models.bagel.adapter import project
 from unirl.models.bagel.config import LanguageConfig
 from unirl.models.bagel.layers import Linear, RMSNorm, Rotary
 from unirl.ops import sibling_prefix_attention
@@ -70,16 +71,16 @@ class Attention(nn.Module):
     def keys_values(self, tokens: Tokens, rotary: Rotary) -> LayerCache:
         """``[B, Hk, T, D]`` each, in token order."""
         key = self._rotated("k", tokens, rotary)
-        values = [self._heads(self.v_proj(tokens.und))]
+        values = [self._heads(project(self.v_proj, tokens.und))]
         if tokens.gen is not None:
-            values.append(self._heads(self.v_proj_moe_gen(tokens.gen)))
+            values.append(self._heads(project(self.v_proj_moe_gen, tokens.gen)))
         return LayerCache(key.transpose(1, 2), in_token_order(*values).transpose(1, 2))
 
     def _rotated(self, which: str, tokens: Tokens, rotary: Rotary) -> Tensor:
         """Queries (``q``) or keys (``k``) ``[B, T, H, D]`` in token order, normed and rotated."""
         suffixes = ("", "_moe_gen") if tokens.gen is not None else ("",)
         projected = [
-            getattr(self, f"{which}_proj{suffix}")(hidden)
+            project(getattr(self, f"{which}_proj{suffix}"), hidden)
             for suffix, hidden in zip(suffixes, tokens, strict=False)
         ]
         norms = [getattr(self, f"{which}_norm{suffix}") for suffix in ("", "_moe_gen")]
@@ -95,9 +96,9 @@ class Attention(nn.Module):
         """``[B, Hq, T, D]`` back to hidden width, each token by its expert."""
         flat = mixed.transpose(1, 2).flatten(2)
         if not has_gen:
-            return Tokens(self.o_proj(flat))
-        und = None if skip_und else self.o_proj(torch.cat((flat[:, :1], flat[:, -1:]), dim=1))
-        return Tokens(und, self.o_proj_moe_gen(flat[:, 1:-1]))
+            return Tokens(project(self.o_proj, flat))
+        und = None if skip_und else project(self.o_proj, torch.cat((flat[:, :1], flat[:, -1:]), dim=1))
+        return Tokens(und, project(self.o_proj_moe_gen, flat[:, 1:-1]))
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
@@ -121,10 +122,9 @@ class Mlp(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
-        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
-        if fused.fusable(gate, up):
-            return self.down_proj(fused.silu_product(gate, up))
-        return self.down_proj(F.silu(gate) * up)
+        gate, up = project(self.gate_proj, hidden), project(self.up_proj, hidden)
+        product = fused.silu_product(gate, up) if fused.fusable(gate, up) else F.silu(gate) * up
+        return project(self.down_proj, product)
 
 
 class DecoderLayer(nn.Module):

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers with an adapter: the products of 16-bit inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from unirl.models.bagel.adapter import adapted, project
+from unirl.models.bagel.layers import Linear, make_batch_invariant
+
+ROWS, TOKENS, IN, OUT, RANK = 3, 7, 96, 64, 8
+SCALE = 2.0
+
+
+def problem(dtype: torch.dtype, has_bias: bool) -> tuple[Linear, Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    base = Linear(IN, OUT, bias=has_bias).to(dtype).requires_grad_(False)
+    down, up = torch.randn(RANK, IN) * IN**-0.5, torch.randn(OUT, RANK) * RANK**-0.5
+    return base, torch.randn(ROWS, TOKENS, IN).to(dtype), down, up
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float(((got.double() - wanted).norm() / wanted.norm()).detach())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-7), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_value_and_gradients_are_those_of_float64(
+    dtype: torch.dtype, tolerance: float, invariant: bool, has_bias: bool
+) -> None:
+    base, input, down, up = problem(dtype, has_bias)
+    base.batch_invariant = invariant
+    upstream = torch.randn(ROWS, TOKENS, OUT).to(dtype)
+    leaves = [tensor.requires_grad_() for tensor in (input, down, up)]
+    result = adapted(input, base, down, up, SCALE)
+    grads = torch.autograd.grad(result, leaves, upstream)
+    assert result.dtype is dtype and [grad.dtype for grad in grads] == [dtype, torch.float32, torch.float32]
+    exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    plain = nn.functional.linear(exact[0], base.weight.double(), base.bias.double() if has_bias else None)
+    wanted = plain + SCALE * (exact[0] @ exact[1].T @ exact[2].T)
+    expected = torch.autograd.grad(wanted, exact, upstream.double())
+    for got, exactly in zip((result, *grads), (wanted, *expected), strict=True):
+        assert error(got, exactly) < tolerance
+
+
+def test_a_row_keeps_its_bits_in_every_batch() -> None:
+    base, input, down, up = problem(torch.bfloat16, has_bias=True)
+    base.batch_invariant = True
+    together = adapted(input, base, down, up, SCALE)
+    assert torch.equal(adapted(input[1:2], base, down, up, SCALE), together[1:2])
+
+
+def model_with_adapter(device: str, dtype: torch.dtype) -> nn.Sequential:
+    model = nn.Sequential(Linear(IN, OUT)).to(device, dtype)
+    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["0"]), model)
+    for factor in (model[0].lora_A, model[0].lora_B):
+        factor["default"].weight.data = torch.randn_like(factor["default"].weight, dtype=torch.float32)
+    return model
+
+
+def test_on_a_cpu_the_adapter_is_pefts() -> None:
+    model = model_with_adapter("cpu", torch.bfloat16)
+    input = torch.randn(ROWS, TOKENS, IN).bfloat16()
+    assert torch.equal(project(model[0], input), model[0](input))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("invariant", [False, True])
+def test_on_a_gpu_the_adapter_is_pefts_within_the_dtype(invariant: bool) -> None:
+    model = model_with_adapter("cuda", torch.bfloat16)
+    if invariant:
+        make_batch_invariant(model)
+    input = torch.randn(ROWS, TOKENS, IN, device="cuda").bfloat16()
+    assert error(project(model[0], input), model[0](input).double()) < 1e-2
+    model[0].enable_adapters(False)
+    assert torch.equal(project(model[0], input), model[0].get_base_layer()(input))
