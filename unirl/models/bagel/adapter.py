@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from unirl.models.bagel.layers import Linear
 
@@ -19,30 +22,53 @@ def project(layer: nn.Module, input: Tensor) -> Tensor:
     """
     if not isinstance(layer, Linear) and input.is_cuda and input.dtype in (torch.bfloat16, torch.float16):
         base, name = layer.get_base_layer(), _active_adapter(layer)
-        if isinstance(base, Linear) and name is not None:
+        if isinstance(base, Linear) and name is not None and not base.weight.requires_grad:
             down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
             return adapted(input, base, down, up, layer.scaling[name])
     return layer(input)
 
 
 def adapted(input: Tensor, base: Linear, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """``base(input) + scale * up(down(input))`` with the factors rounded to the input's dtype, added where the first term lies.
+    """``base(input) + scale * up(down(input))`` with the factors rounded to the input's dtype; ``base`` is frozen.
 
     Args:
         input: ``[N, ..., in]``. With ``base.batch_invariant`` each entry of the first axis has products of its own.
         down, up: ``[rank, in]`` and ``[out, rank]``.
     """
     down, up = down.to(input.dtype), (scale * up).to(input.dtype)
-
-    def rows_through(rows: Tensor) -> Tensor:
-        return F.linear(rows, base.weight, base.bias).addmm_(F.linear(rows, down), up.t())
-
     if base.batch_invariant and input.numel():
         entries = input.reshape(input.shape[0], -1, input.shape[-1]).unbind()
-        result = torch.stack([rows_through(entry) for entry in entries])
+        result = torch.stack([_Adapted.apply(entry, base.weight, base.bias, down, up) for entry in entries])
     else:
-        result = rows_through(input.reshape(-1, input.shape[-1]))
+        rows = input.reshape(-1, input.shape[-1])
+        result = _Adapted.apply(rows, base.weight, base.bias, down, up)
     return result.reshape(*input.shape[:-1], base.out_features)
+
+
+class _Adapted(torch.autograd.Function):
+    """Rows ``[R, in]`` to ``[R, out]``. The wide product comes last and adds to what the adapter wrote, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor
+    ) -> Tensor:
+        narrow = F.linear(rows, down)
+        ctx.save_for_backward(rows, weight, down, up, narrow)
+        return F.linear(narrow, up, bias).addmm_(rows, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, down, up, narrow = ctx.saved_tensors
+        of_rows, _, _, of_down, of_up = ctx.needs_input_grad
+        of_narrow = grad @ up
+        return (
+            (of_narrow @ down).addmm_(grad, weight) if of_rows else None,
+            None,
+            None,
+            of_narrow.t() @ rows if of_down else None,
+            grad.t() @ narrow if of_up else None,
+        )
 
 
 def _active_adapter(layer: nn.Module) -> str | None:
