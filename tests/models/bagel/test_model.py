@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.models.bagel.conftest import Golden, relative_error
 from unirl.models.bagel import Bagel, ContextRequest, Contexts, SourceImage, build_contexts, plan_layout
 from unirl.models.bagel.layers import Linear, make_batch_invariant
+from unirl.models.bagel.transformer import by_expert, in_token_order
 
 PROMPTS = ("a handwritten three", "seven", "the digit nine, written by hand")
 
@@ -295,3 +296,14 @@ def _inject(model: nn.Module) -> None:
             parameter.requires_grad_("lora_" in name)
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def test_tokens_by_expert_and_back_in_order_with_gradients() -> None:
+    block = torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    block.requires_grad_()
+    ends, between = by_expert(block)
+    assert torch.equal(ends, block[:, [0, -1]]) and torch.equal(between, block[:, 1:-1])
+    assert torch.equal(in_token_order(ends, between), block)
+    assert torch.autograd.gradcheck(by_expert, block)
+    (gradient,) = torch.autograd.grad(by_expert(block)[1].sum(), block)  # the markers are not always read
+    assert torch.equal(gradient[:, :, 0], torch.tensor([[0, 1, 1, 1, 1, 1, 0]] * 2).double())

@@ -49,6 +49,7 @@ class Bagel(nn.Module):
         self.connector = Connector(config.vision.hidden_size, hidden)
         self.vit_pos_embed = PositionEmbedding(config.vit_max_num_patch_per_side, hidden)
         make_batch_invariant(self, config.batch_invariant)
+        self._marker_ids: Tensor | None = None
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -139,8 +140,11 @@ class Bagel(nn.Module):
     @property
     def marker_ids(self) -> Tensor:
         """Start-of-image and end-of-image ids, int64 ``[2]`` on the model's device."""
-        tokens = self.config.tokens
-        return torch.tensor([tokens.start_of_image, tokens.end_of_image], device=self.device)
+        # Kept, as a copy to a GPU waits for all that was launched before it.
+        if self._marker_ids is None or self._marker_ids.device != self.device:
+            tokens = self.config.tokens
+            self._marker_ids = torch.tensor([tokens.start_of_image, tokens.end_of_image], device=self.device)
+        return self._marker_ids
 
     def _latent_block(
         self, marker_ids: Tensor, latents: Tensor, time: Tensor, position_ids: Tensor

@@ -9,7 +9,7 @@ up: an image block is one marker, its tokens, one marker, so the two experts wor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +97,9 @@ class Attention(nn.Module):
         flat = mixed.transpose(1, 2).flatten(2)
         if not has_gen:
             return Tokens(project(self.o_proj, flat))
-        und = None if skip_und else project(self.o_proj, torch.cat((flat[:, :1], flat[:, -1:]), dim=1))
-        return Tokens(und, project(self.o_proj_moe_gen, flat[:, 1:-1]))
+        ends, between = by_expert(flat)
+        und = None if skip_und else project(self.o_proj, ends)
+        return Tokens(und, project(self.o_proj_moe_gen, between))
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
@@ -109,6 +110,23 @@ def in_token_order(und: Tensor, gen: Tensor | None = None) -> Tensor:
     if gen is None:
         return und
     return torch.cat((und[:, :1], gen, und[:, 1:]), dim=1)
+
+
+def by_expert(block: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of :func:`in_token_order` with latents: markers ``[B, 2, ...]``, and latents as a view."""
+    return _ByExpert.apply(block)
+
+
+class _ByExpert(torch.autograd.Function):
+    """Its backward joins the two gradients; slices would pad three with zeros and add them."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat((block[:, :1], block[:, -1:]), dim=1), block[:, 1:-1]
+
+    @staticmethod
+    def backward(ctx: Any, of_ends: Tensor, of_between: Tensor) -> Tensor:
+        return in_token_order(of_ends, of_between)
 
 
 class Mlp(nn.Module):
@@ -239,7 +257,9 @@ class Decoder(nn.Module):
         self, layer: nn.Module, tokens: Tokens, rotary: Rotary, attend: Attend | None, skip_und: bool = False
     ) -> tuple[Tokens | None, LayerCache]:
         if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, tokens, rotary, attend, skip_und, use_reentrant=False)
+            # A layer draws no random numbers, so their state is not kept.
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(layer, tokens, rotary, attend, skip_und, **options)
         return layer(tokens, rotary, attend, skip_und)
 
 
