@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -183,8 +184,8 @@ Way = Callable[[], AbstractContextManager[Any]]
 
 
 def ways(model: Bagel, slow: bool) -> dict[str, Way]:
-    """Ours and the peers, by name."""
-    found: dict[str, Way] = {"ours": contextlib.nullcontext, "plain": with_cudnn(plain_decoder(model))}
+    """The peers and ours, by name; the first is what gradients are compared with."""
+    found: dict[str, Way] = {"plain": with_cudnn(plain_decoder(model)), "ours": contextlib.nullcontext}
     if slow:
         torch._dynamo.reset()  # else it stops compiling after a few shapes
         found["ours, compiled layers"] = compiled_layers(model)
@@ -248,7 +249,7 @@ class Benchmark:
         problem = Problem(self.stage, shape)
         call = problem.replay if mode == "replay" else problem.step
         providers = {name: running(way, call) for name, way in ways(model, self.bench.slow_peers).items()}
-        check = self.gradient_check(providers) if mode == "replay" else self.step_check(problem)
+        check = gradient_check() if mode == "replay" else self.step_check(problem)
         flop = flop_of(model.config, shape, adapter_entries(model))
         needed, executed = flop.step, flop.step
         if mode == "replay":
@@ -270,6 +271,10 @@ class Benchmark:
             if mode == "replay" and "of_matmul" in row:
                 row["executed_of_matmul"] = row["of_matmul"] * executed / needed
                 row["note"] = f"executed {row['executed_of_matmul']:.1%}"
+            outcome = (
+                row.get("missing") or f"{row['ms']:.1f} ms, {row['of_matmul']:.1%} {row.get('note', '')}"
+            )
+            print(f"{mode} {tuple(shape)}, {row['provider']}: {outcome}", flush=True)
         if self.options.profile and mode not in self.profiled:
             self.profiled.add(mode)
             title = f"{mode}, {shape.siblings} x {shape.tokens}, prefix {shape.prefix}"
@@ -282,13 +287,18 @@ class Benchmark:
             wanted = problem.step(rows=ends)
         return lambda name, result: {"error": relative_error([result[ends]], [wanted])}
 
-    def gradient_check(self, providers: dict[str, Call]) -> Check:
-        wanted = providers["plain"]()
 
-        def check(name: str, result: Sequence[Tensor]) -> dict[str, Any]:
-            return {} if name == "plain" else {"error": relative_error(result, wanted)}
+def gradient_check() -> Check:
+    """Compares with the first gradients that it is given."""
+    wanted: list[Tensor] = []
 
-        return check
+    def check(name: str, result: Sequence[Tensor]) -> dict[str, Any]:
+        if not wanted:
+            wanted.extend(result)
+            return {}
+        return {"error": relative_error(result, wanted)}
+
+    return check
 
 
 def adapt(model: Bagel) -> None:
@@ -325,15 +335,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--modes", type=listed(MODES), default=["denoise", "replay"], help=f"some of {','.join(MODES)}"
     )
     command.add_argument("--profile", action="store_true", help="also the kernels of each mode's first shape")
+    command.add_argument(
+        "--budget-s", type=float, default=140.0, help="no case begins that would end later (default: 140)"
+    )
     options = command.parse_args(argv)
+    began = time.perf_counter()
     name, dtype, shapes = SHAPES[device_of(options)]
     shapes = QUICK if options.quick else [shapes[int(index)] for index in options.shapes]
     modes = [mode for mode in MODES if mode in options.modes]  # the base weights come before the adapter
     with Bench("bagel", options, num_cases=len(modes) * len(shapes)) as bench:
         benchmark = Benchmark(options, bench, name, dtype)
         for mode in modes:
+            took_s = 0.0
             for shape in shapes:
+                case_began = time.perf_counter()
+                if case_began - began + took_s > options.budget_s:
+                    print(f"{mode} {tuple(shape)} would not fit into --budget-s {options.budget_s:g}")
+                    continue
                 benchmark.measure(mode, shape)
+                took_s = time.perf_counter() - case_began
 
 
 if __name__ == "__main__":

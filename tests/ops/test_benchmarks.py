@@ -111,7 +111,7 @@ def test_quick_bagel_run_agrees_with_the_plain_decoder(
     load("bench_bagel").main([*arguments, f"--modes={','.join(modes)}"])
     rows = read(tmp_path / "bagel.jsonl")
     assert [(row["mode"], row["provider"]) for row in rows] == [
-        (m, p) for m in modes for p in ("ours", "plain")
+        (m, p) for m in modes for p in ("plain", "ours")
     ]
     assert all(row["error"] < 2e-6 for row in rows if "error" in row)
     assert {row["provider"] for row in rows if "error" in row and row["mode"] == "replay"} == {"ours"}
