@@ -58,7 +58,8 @@ int run_on_device(bool hopper, const Tests& tests) {
 class Twin {
  public:
   explicit Twin(int64_t bytes, int64_t before = kMargin, int64_t behind = kMargin)
-      : bytes_(bytes), before_(before), host_(static_cast<size_t>(before + bytes + behind), static_cast<char>(kPoison)) {
+      : bytes_(bytes), before_(before),
+        host_(static_cast<size_t>(before + bytes + behind), static_cast<char>(kPoison)) {
     cuda::check(cudaMalloc(&device_, host_.size()), "cudaMalloc");
     copy_to_device(0, before);
     copy_to_device(before + bytes, behind);

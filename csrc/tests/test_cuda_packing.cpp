@@ -68,7 +68,8 @@ void pad_has_the_bytes_of_the_cpu(const Case& c) {
 void trim_has_the_bytes_of_the_cpu(const Case& c) {
   int64_t bytes = 0;
   packed_rows(c, nullptr, &bytes);
-  Twin source(padded_bytes(c, padded_tensor(c, nullptr, c.gap)), kMargin + c.shift, 0), target(bytes, kMargin + c.shift);
+  Twin source(padded_bytes(c, padded_tensor(c, nullptr, c.gap)), kMargin + c.shift, 0);
+  Twin target(bytes, kMargin + c.shift);
   source.fill(2);
   source.upload();
   target.upload();

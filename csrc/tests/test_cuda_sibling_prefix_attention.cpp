@@ -46,7 +46,8 @@ class HalfTensor {
   HalfTensor(int64_t rows, int64_t heads, int64_t tokens, const Case& c)
       : rows_(rows), heads_(heads), tokens_(tokens), d_(c.head_size), float16_(c.float16),
         token_stride_((c.token_major ? heads * d_ : d_) + 8), head_stride_(c.token_major ? d_ : tokens * token_stride_),
-        row_stride_((c.token_major ? tokens * token_stride_ : heads * head_stride_) + 16), twin_(2 * rows * row_stride_) {
+        row_stride_((c.token_major ? tokens * token_stride_ : heads * head_stride_) + 16),
+        twin_(2 * rows * row_stride_) {
     twin_.upload();
   }
 
