@@ -6,10 +6,14 @@
 Bytes are counted as what has to be read and written once: padding reads the rows and writes the padded tensor, trimming reads and
 writes the rows. "error" is the number of bytes that differ from what slice assignment gives. "clone of as many bytes" is
 what memory and allocator allow in the same round.
+
+A list of many rows costs the host time to look at each and to allocate each result. On a GPU the forward calls are therefore
+also captured in a CUDA graph and replayed ("kernel alone"): what a queue sees that is busy while the host prepares.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,11 +39,13 @@ class Case(NamedTuple):
 
 
 CANVASES = (1024, 2304, 4096)
+LARGE = (65536, 81920)  # tokens of a row of 42 or 52 MB
 DIGITS = Case(120, 5, 36, 4, (16, 36, 24), torch.float32)
 CASES = {
     "cuda": [
         Case(160, 5, 4096, 64, CANVASES, torch.bfloat16),
         Case(160, 5, 4096, 64, CANVASES[-1:], torch.bfloat16),
+        Case(8, 5, LARGE[-1], 64, LARGE, torch.bfloat16),
         DIGITS,
     ],
     "cpu": [
@@ -156,6 +162,25 @@ def clone_of(num_bytes: int, device: torch.device) -> Call:
     return source.clone
 
 
+def replayed(call: Call) -> Call:
+    """The replay of a CUDA graph that ``call`` is captured in when this is called first."""
+
+    @functools.cache
+    def captured() -> tuple[torch.cuda.CUDAGraph, Any]:
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call()
+        return graph, result
+
+    def replay() -> Any:
+        graph, result = captured()
+        graph.replay()
+        return result
+
+    return replay
+
+
 def gradients(forward: Callable[[], Any], leaves: list[Tensor], upstream: Any) -> Call:
     return lambda: torch.autograd.grad(forward(), leaves, upstream)
 
@@ -193,6 +218,9 @@ def measure_case(bench: Bench, case: Case) -> None:
             for name, (forward, leaves) in peers.items():
                 backward = mode != "forward"
                 providers[name] = gradients(forward, leaves, upstream) if backward else no_grad(forward)
+            if mode == "forward" and bench.device.type == "cuda":
+                for name in ("clone of as many bytes", "ours"):
+                    providers[f"{name}, kernel alone (CUDA graph)"] = replayed(providers[name])
 
             def check(name: str, result: Any, expected: Sequence[Tensor] = expected) -> dict[str, Any]:
                 if name.startswith("clone"):
