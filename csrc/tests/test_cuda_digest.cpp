@@ -84,10 +84,10 @@ void many_tensors_and_empty_ones_among_them() {
   tensors_have_the_bits_of_the_cpu({{0, 0}, {0, 0}, {0, 0}});
 }
 
-// Far more batches than a GPU has warps: a warp takes several, of one tensor and of two.
+// The second time far more batches than there are warps: a warp takes several, of one tensor and of two.
 void large_tensors() {
   tensors_have_the_bits_of_the_cpu({{(5 << 20) + 24, 0}, {3, 0}, {(3 << 20) - 1, 0}, {(2 << 20) + 8, 8}});
-  tensors_have_the_bits_of_the_cpu({{72 << 20, 0}, {(24 << 20) + 4, 0}});
+  tensors_have_the_bits_of_the_cpu({{384 << 20, 0}, {(24 << 20) + 4, 0}});
 }
 
 void rows_have_the_bits_of_the_cpu(int64_t num_rows, int64_t row_size, int64_t stride) {
