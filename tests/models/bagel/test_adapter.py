@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from unirl.models.bagel.adapter import adapted, project
+from unirl.models.bagel import adapter
+from unirl.models.bagel.adapter import adapted, project, project_onto
 from unirl.models.bagel.layers import Linear, make_batch_invariant
 
 ROWS, TOKENS, IN, OUT, RANK = 3, 7, 96, 64, 8
@@ -79,3 +80,39 @@ def test_on_a_gpu_the_adapter_is_pefts_within_the_dtype(invariant: bool) -> None
     assert error(project(model[0], input), model[0](input).double()) < 1e-2
     model[0].enable_adapters(False)
     assert torch.equal(project(model[0], input), model[0].get_base_layer()(input))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_a_product_added_to_the_residual(
+    strided: bool, with_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Linear(IN, OUT, bias=False).double().requires_grad_(False)
+    input = torch.randn(ROWS, TOKENS + 2, IN, dtype=torch.float64)
+    input = input[:, 1:-1] if strided else input[:, :TOKENS].contiguous()
+    residual, upstream = torch.randn(2, ROWS, TOKENS, OUT, dtype=torch.float64)
+    wanted = residual + input @ layer.weight.T
+    monkeypatch.setattr(adapter, "_adds_itself", lambda *arguments: True)
+    leaves = [input.detach().requires_grad_(), residual.detach().requires_grad_()]
+    with torch.set_grad_enabled(with_graph):
+        kept = residual.clone()
+        result = project_onto(leaves[1] if with_graph else residual, layer, leaves[0])
+    torch.testing.assert_close(result, wanted)
+    assert torch.equal(residual, kept) is with_graph
+    if with_graph:
+        grads = torch.autograd.grad(result, leaves, upstream)
+        torch.testing.assert_close(grads, (upstream @ layer.weight, upstream))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_bits_of_a_sum_do_not_depend_on_whether_a_graph_is_kept(strided: bool) -> None:
+    layer = Linear(IN, OUT, bias=False).to("cuda", torch.bfloat16).requires_grad_(False)
+    block = torch.randn(ROWS, TOKENS + 2, IN, device="cuda").bfloat16()
+    input = block[:, 1:-1] if strided else block[:, 1:-1].contiguous()
+    residual = torch.randn(ROWS, TOKENS, OUT, device="cuda").bfloat16()
+    kept = project_onto(residual, layer, input)
+    assert error(kept, residual.double() + input.double() @ layer.weight.double().T) < 6e-3
+    with torch.no_grad():
+        assert torch.equal(project_onto(residual, layer, input), kept)

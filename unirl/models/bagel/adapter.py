@@ -28,6 +28,38 @@ def project(layer: nn.Module, input: Tensor) -> Tensor:
     return layer(input)
 
 
+def project_onto(residual: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
+    """``residual + project(layer, input)``; the residual's memory may be the result's where no graph is kept.
+
+    On a GPU a plain layer's product adds to the residual itself, where all is frozen and a row need not keep its bits in every
+    batch: the sum is rounded once and takes no pass of its own.
+    """
+    if not _adds_itself(layer, input):
+        return residual + project(layer, input)
+    weight = layer.weight.t()
+    if not input.is_contiguous():
+        weights = weight.expand(input.shape[0], -1, -1)
+        if torch.is_grad_enabled():
+            return torch.baddbmm(residual, input, weights)
+        return residual.contiguous().baddbmm_(input, weights)
+    rows, sums = input.flatten(0, -2), residual.reshape(-1, residual.shape[-1])
+    if torch.is_grad_enabled():
+        return torch.addmm(sums, rows, weight).view(residual.shape)
+    return sums.addmm_(rows, weight).view(residual.shape)
+
+
+def _adds_itself(layer: nn.Module, input: Tensor) -> bool:
+    return (
+        isinstance(layer, Linear)
+        and layer.bias is None
+        and not layer.batch_invariant
+        and not layer.weight.requires_grad
+        and input.is_cuda
+        and input.ndim == 3
+        and not torch.compiler.is_compiling()
+    )
+
+
 def adapted(input: Tensor, base: Linear, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """``base(input) + scale * up(down(input))`` with the factors rounded to the input's dtype; ``base`` is frozen.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unirl.models.bagel import fused
-from unirl.models.bagel.adapter import project
+from unirl.models.bagel.adapter import project, project_onto
 from unirl.models.bagel.config import LanguageConfig
 from unirl.models.bagel.layers import Linear, RMSNorm, Rotary
 from unirl.ops import sibling_prefix_attention
@@ -92,14 +92,14 @@ class Attention(nn.Module):
         heads = [norm(self._heads(part).float()) for norm, part in zip(norms, projected, strict=False)]
         return rotary.apply(in_token_order(*heads)).to(tokens.und.dtype)
 
-    def output(self, mixed: Tensor, has_gen: bool, skip_und: bool) -> Tokens:
-        """``[B, Hq, T, D]`` back to hidden width, each token by its expert."""
+    def output(self, mixed: Tensor, residual: Tokens, skip_und: bool) -> Tokens:
+        """The residual plus ``[B, Hq, T, D]`` back at hidden width, each token by its expert."""
         flat = mixed.transpose(1, 2).flatten(2)
-        if not has_gen:
-            return Tokens(project(self.o_proj, flat))
+        if residual.gen is None:
+            return Tokens(project_onto(residual.und, self.o_proj, flat))
         ends, between = by_expert(flat)
-        und = None if skip_und else project(self.o_proj, ends)
-        return Tokens(und, project(self.o_proj_moe_gen, between))
+        und = None if skip_und else project_onto(residual.und, self.o_proj, ends)
+        return Tokens(und, project_onto(residual.gen, self.o_proj_moe_gen, between))
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
@@ -138,11 +138,11 @@ class Mlp(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same shape."""
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """What ``[..., hidden]`` becomes, added to a residual of the same shape."""
         gate, up = project(self.gate_proj, hidden), project(self.up_proj, hidden)
         product = fused.silu_product(gate, up) if fused.fusable(gate, up) else F.silu(gate) * up
-        return project(self.down_proj, product)
+        return project_onto(residual, self.down_proj, product)
 
 
 class DecoderLayer(nn.Module):
@@ -163,7 +163,7 @@ class DecoderLayer(nn.Module):
         """One block through the layer.
 
         Args:
-            tokens: the block.
+            tokens: the block; without gradients its memory may be the result's.
             rotary: its rotation.
             attend: mixes it with its prefix and itself; ``None`` when only its keys and values are wanted.
             skip_und: leave the markers out after the attention (their output is not read after the last
@@ -180,14 +180,11 @@ class DecoderLayer(nn.Module):
         if attend is None:
             return None, cache
         mixed = attend(self.self_attn.queries(normed, rotary), *cache)
-        update = self.self_attn.output(mixed, has_gen, skip_und)
-        und = gen = None
+        und, gen = self.self_attn.output(mixed, tokens, skip_und)
         if not skip_und:
-            und = tokens.und + update.und
-            und = und + self.mlp(self.post_attention_layernorm(und))
+            und = self.mlp(self.post_attention_layernorm(und), und)
         if has_gen:
-            gen = tokens.gen + update.gen
-            gen = gen + self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(gen))
+            gen = self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(gen), gen)
         return Tokens(und, gen), cache
 
 
