@@ -2,7 +2,8 @@
 """What the operators' benchmarks share: fair timing of peers in one process, ceilings of the same run, rows of results.
 
 A device under load lowers its clock, so whoever runs after a hot neighbour looks slow. Every round therefore runs the
-peers in a new random order, in bursts with a pause before each on a GPU, and medians are taken over the rounds.
+peers in a new random order, in bursts with a pause before each on a GPU, and medians are taken over the rounds. A burst
+on a GPU waits in its queue until the host is ahead: what the device needs and what the host needs are told apart.
 
     python benchmarks/_bench.py [STEM ...]    # print and draw the newest run in results/ again
 """
@@ -29,18 +30,27 @@ from _runs import IMAGES, RESULTS, ROOT, table
 
 OPERATORS = ("sibling_prefix_attention", "packing", "digest", "flow", "guidance")
 FEWEST_ROUNDS = 3
+HOST_TRIES = 3
+LEAD = 1.5
+"""How far the host goes ahead, in its own time for the calls of a burst."""
+CYCLES_PER_MS = 2_000_000  # of a GPU's clock, at most
 Call = Callable[[], Any]
 Check = Callable[[str, Any], Mapping[str, Any]]
 """From a peer's name and result to columns of its row; ``error`` is one, ``note`` another."""
 
 
 class Timing(NamedTuple):
-    """Milliseconds of one call: the median over the rounds, and the 20th and 80th percentiles."""
+    """Milliseconds of one call: the median over the rounds, and the 20th and 80th percentiles.
+
+    On a GPU these are what the device needs while its queue is never empty; ``host_ms`` is what the host needs to put
+    one call into the queue. A program that does nothing else waits for the larger of the two.
+    """
 
     ms: float
     ms_p20: float
     ms_p80: float
     rounds: int
+    host_ms: float | None
 
 
 def environment() -> dict[str, Any]:
@@ -99,24 +109,29 @@ def interleaved(
     pause_s = 0.03 if device.type == "cuda" else 0.0
     order = random.Random(seed)
     calls: dict[str, int] = {}
+    host_ms: dict[str, float | None] = {}
     for name, call in providers.items():
         call()
         calls[name] = max(1, round(burst_ms / _burst_ms(call, 1, device)))
+        host_ms[name] = _host_ms(call, calls[name]) if device.type == "cuda" else None
     times: dict[str, list[float]] = {name: [] for name in providers}
     for done in range(rounds):
         if done >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds:
             break
         for name in order.sample(list(providers), len(providers)):
             time.sleep(pause_s)
-            times[name].append(_burst_ms(providers[name], calls[name], device) / calls[name])
+            count = calls[name]
+            lead_ms = LEAD * count * (host_ms[name] or 0.0)
+            times[name].append(_burst_ms(providers[name], count, device, lead_ms) / count)
     result = {}
     for name, values in times.items():
         p20, _, _, p80 = statistics.quantiles(values, n=5) if len(values) > 1 else values * 4
-        result[name] = Timing(statistics.median(values), p20, p80, len(values))
+        result[name] = Timing(statistics.median(values), p20, p80, len(values), host_ms[name])
     return result
 
 
-def _burst_ms(call: Call, count: int, device: torch.device) -> float:
+def _burst_ms(call: Call, count: int, device: torch.device, lead_ms: float = 0.0) -> float:
+    """Milliseconds of ``count`` calls; a GPU is kept busy for ``lead_ms`` first, so that the host is ahead of it."""
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(count):
@@ -124,12 +139,27 @@ def _burst_ms(call: Call, count: int, device: torch.device) -> float:
         return 1e3 * (time.perf_counter() - begin)
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if lead_ms:
+        torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
     start.record()
     for _ in range(count):
         call()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
+
+
+def _host_ms(call: Call, count: int) -> float:
+    """Milliseconds that the host needs for a call, the least of a few tries."""
+    best = float("inf")
+    for _ in range(HOST_TRIES):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        best = min(best, (time.perf_counter() - begin) / count)
+    torch.cuda.synchronize()
+    return 1e3 * best
 
 
 def peak_bytes(call: Call) -> int:
@@ -266,7 +296,7 @@ class Bench:
         timings = interleaved(present, device, rounds=rounds, seconds=self._share())
         for name, timing in timings.items():
             row = {**case, "provider": name}
-            row |= timing._asdict()
+            row |= {key: value for key, value in timing._asdict().items() if value is not None}
             if flop:
                 row["tflops"] = flop / timing.ms / 1e9
                 row["of_matmul"] = row["tflops"] / limits["matmul_tflops"]
@@ -314,7 +344,7 @@ def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         print(
             f"{device}: matrix product {row['matmul_tflops']:.4g} TFLOP/s, copy {row['copy_tbps']:.4g} TB/s"
         )
-    header = ["provider", "ms", "TFLOP/s", "GB/s", "of ceiling", "peak MB", "error", "note"]
+    header = ["provider", "ms", "host ms", "TFLOP/s", "GB/s", "of ceiling", "peak MB", "error", "note"]
     cases: dict[str, list[list[str]]] = {}
     for row in rows:
         shape = " ".join(f"{name}={value}" for name, value in row["shape"].items())
@@ -330,6 +360,7 @@ def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         cells = [
             row["provider"],
             _number(row.get("ms"), ".4g"),
+            _number(row.get("host_ms"), ".3g"),
             _number(row.get("tflops"), ".4g"),
             _number(row.get("gbps"), ".4g"),
             _number(limit, ".1%"),

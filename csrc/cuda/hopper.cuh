@@ -137,6 +137,15 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, ui
                : "memory");
 }
 
+// Four 8 x 8 matrices, whose rows the lanes name eight at a time.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t& r0, uint32_t& r1, uint32_t& r2,
+                                              uint32_t& r3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(address)
+               : "memory");
+}
+
 // ---- warpgroup matrix products ---------------------------------------------------------------------------------
 
 // Shared-memory operands are panels of 64 two-byte columns (128 bytes a row, 128-byte swizzle), each panel aligned
@@ -182,14 +191,12 @@ __device__ __forceinline__ void pin(T (&registers)[kCount]) {
   UNIRL_REGISTERS_32 ", " UNIRL_R8(32, 33, 34, 35, 36, 37, 38, 39) ", " UNIRL_R8(                 \
       40, 41, 42, 43, 44, 45, 46, 47) ", " UNIRL_R8(48, 49, 50, 51, 52, 53, 54, 55) ", " UNIRL_R8(\
       56, 57, 58, 59, 60, 61, 62, 63)
-#define UNIRL_REGISTERS_72 UNIRL_REGISTERS_64 ", " UNIRL_R8(64, 65, 66, 67, 68, 69, 70, 71)
 
 #define UNIRL_D8(i)                                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define UNIRL_ACCUMULATORS_32 UNIRL_D8(0), UNIRL_D8(8), UNIRL_D8(16), UNIRL_D8(24)
 #define UNIRL_ACCUMULATORS_64 UNIRL_ACCUMULATORS_32, UNIRL_D8(32), UNIRL_D8(40), UNIRL_D8(48), UNIRL_D8(56)
-#define UNIRL_ACCUMULATORS_72 UNIRL_ACCUMULATORS_64, UNIRL_D8(64)
 
 // d[64 x columns] (+)= a b, both operands in shared memory. transpose 0: the reduction runs along the columns of both;
 // 1: along the rows of both.
@@ -212,13 +219,9 @@ __device__ __forceinline__ void pin(T (&registers)[kCount]) {
 template <typename Element, int kCount>
 __device__ __forceinline__ void product_shared(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
   constexpr bool kBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
-  static_assert(kCount == 32 || kCount == 64 || kCount == 72);
+  static_assert(kCount == 32);
   if constexpr (kCount == 32 && kBfloat16) UNIRL_PRODUCT_SHARED(64, "bf16", 32, "%32", "%33", "%34", 0);
   if constexpr (kCount == 32 && !kBfloat16) UNIRL_PRODUCT_SHARED(64, "f16", 32, "%32", "%33", "%34", 0);
-  if constexpr (kCount == 64 && kBfloat16) UNIRL_PRODUCT_SHARED(128, "bf16", 64, "%64", "%65", "%66", 0);
-  if constexpr (kCount == 64 && !kBfloat16) UNIRL_PRODUCT_SHARED(128, "f16", 64, "%64", "%65", "%66", 0);
-  if constexpr (kCount == 72 && kBfloat16) UNIRL_PRODUCT_SHARED(144, "bf16", 72, "%72", "%73", "%74", 0);
-  if constexpr (kCount == 72 && !kBfloat16) UNIRL_PRODUCT_SHARED(144, "f16", 72, "%72", "%73", "%74", 0);
 }
 
 // The same for operands whose reduction runs along their rows (describe_column_panels), 64 columns.
@@ -246,8 +249,45 @@ __device__ __forceinline__ void product_registers(float (&d)[kCount], uint32_t a
     UNIRL_PRODUCT_REGISTERS(128, "f16", 64, "%64, %65, %66, %67", "%68");
 }
 
+// d[64 x 2 kCount] (+)= a b, a in registers, b in shared memory with the reduction along its columns
+// (describe_row_panels).
+#define UNIRL_PRODUCT_ROW_PANELS(columns, type, count, a_operands, b_operand, p_operand)                      \
+  asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " p_operand                                \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                    \
+               " {" UNIRL_REGISTERS_##count "}, {" a_operands "}, " b_operand ", accumulate, 1, 1, 0;\n}"     \
+               : UNIRL_ACCUMULATORS_##count                                                                   \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate))
+
+template <typename Element, int kCount>
+__device__ __forceinline__ void product_registers_row_panels(float (&d)[kCount], uint32_t a0, uint32_t a1,
+                                                             uint32_t a2, uint32_t a3, uint64_t b, int accumulate) {
+  static_assert(kCount == 64);
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    UNIRL_PRODUCT_ROW_PANELS(128, "bf16", 64, "%64, %65, %66, %67", "%68", "%69");
+  } else {
+    UNIRL_PRODUCT_ROW_PANELS(128, "f16", 64, "%64, %65, %66, %67", "%68", "%69");
+  }
+}
+
+#undef UNIRL_PRODUCT_ROW_PANELS
 #undef UNIRL_PRODUCT_REGISTERS
 #undef UNIRL_PRODUCT_SHARED
+
+// The matrix product of one warp alone, at once: d[16 x 8] += a b. Registers of a and d as a warpgroup product has them.
+template <typename Element>
+__device__ __forceinline__ void product_of_warp(float (&d)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
+#define UNIRL_PRODUCT_OF_WARP(type)                                                                          \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                        \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                          \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    UNIRL_PRODUCT_OF_WARP("bf16");
+  } else {
+    UNIRL_PRODUCT_OF_WARP("f16");
+  }
+#undef UNIRL_PRODUCT_OF_WARP
+}
 
 // ---- order between blocks ----------------------------------------------------------------------------------------
 

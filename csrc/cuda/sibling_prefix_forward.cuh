@@ -30,17 +30,16 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr uint32_t kTurnBarrier = 1;   // named barriers 1, 2: whose turn it is on the matrix unit
 constexpr uint32_t kGroupBarrier = 3;  // named barriers 3, 4: the threads of one warpgroup
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 // A block starts with 168 registers a thread (65536 / 384, in steps of 8); what the feeding warpgroup gives back the
 // computing ones take. Asking for more than was given back waits forever.
-constexpr int kFeedRegisters = 40;
-constexpr int kComputeRegisters = 232;
+// The feeding warp spills, which costs nothing beside the copies it waits for.
+constexpr int kFeedRegisters = 24;
+constexpr int kComputeRegisters = 240;
 static_assert(kFeedRegisters + kConsumers * kComputeRegisters <= (kConsumers + 1) * 168);
 
-// Keys of a tile. Measured at head size 128 on the lengths of the benchmark: 144 is level with or ahead of 128, 160
-// and 176, because it divides them best; one width for all lengths keeps a row's bits a function of its own lengths.
-template <int kHeadSize>
-constexpr int kTileKeys = kHeadSize == 128 ? 144 : 128;
+constexpr int kTileKeys = 128;
 
 // A source of key or value rows: `tile` copies a whole tile, `chunk` eight rows, `row` one.
 struct RowMaps {
@@ -71,7 +70,7 @@ template <typename ElementType, int kHeadSizeValue>
 struct ForwardConfig {
   using Element = ElementType;
   static constexpr int kHeadSize = kHeadSizeValue;
-  static constexpr int kKeys = kTileKeys<kHeadSize>;
+  static constexpr int kKeys = kTileKeys;
   static constexpr int kPanels = kHeadSize / kPanel;
   static constexpr int kQueryPanelBytes = kGroupRows * kRowBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;  // of one warpgroup
@@ -208,16 +207,28 @@ __device__ void feed(const ForwardArguments& arguments, uint32_t shared, const B
 
 // ---- the warpgroups that compute -------------------------------------------------------------------------------
 
+// The warp's 16 query rows, as the products take them from registers: shared memory, which two warpgroups read keys
+// and values from at once, is left alone by them.
 template <typename C>
-__device__ __forceinline__ void score_product(float (&scores)[C::kKeys / 2], uint32_t query, uint32_t keys) {
-  const uint64_t a = describe_row_panels(query);
+__device__ __forceinline__ void load_query(uint32_t (&query)[C::kHeadSize / 4], uint32_t panels, int warp, int lane) {
+  const int row = warp * 16 + lane % 16;
+#pragma unroll
+  for (int k = 0; k < C::kHeadSize / 16; ++k) {
+    const int columns = 2 * k + lane / 16;
+    load_matrices(panels + (columns / 8) * C::kQueryPanelBytes + row * kRowBytes + ((columns % 8) ^ (row % 8)) * 16,
+                  query[4 * k], query[4 * k + 1], query[4 * k + 2], query[4 * k + 3]);
+  }
+}
+
+template <typename C>
+__device__ __forceinline__ void score_product(float (&scores)[C::kKeys / 2], uint32_t (&query)[C::kHeadSize / 4],
+                                              uint32_t keys) {
   const uint64_t b = describe_row_panels(keys);
 #pragma unroll
   for (int k = 0; k < C::kHeadSize / 16; ++k) {
-    const int panel = k / 4;
-    const int step = k % 4;
-    product_shared<typename C::Element>(scores, a + (panel * C::kQueryPanelBytes + step * 32) / 16,
-                                        b + (panel * C::kTilePanelBytes + step * 32) / 16, k > 0);
+    product_registers_row_panels<typename C::Element>(
+        scores, query[4 * k], query[4 * k + 1], query[4 * k + 2], query[4 * k + 3],
+        b + (k / 4 * C::kTilePanelBytes + k % 4 * 32) / 16, k > 0);
   }
 }
 
@@ -261,15 +272,17 @@ __device__ __forceinline__ void hold_back(float first, float second, uint32_t ad
 }
 
 // The running softmax of the two rows that a thread holds a quarter of. Weights are 2^(scaled score - scaled
-// reference). The reference is the row's largest score so far, give or take: it follows only when a score exceeds it
-// by kSlack powers of two, because following means to rescale earlier results. float32 sums and the floating-point
-// weights keep their precision with weights up to 2^kSlack. Each row follows or not by its own scores alone.
-constexpr float kSlack = 8.0f;
+// reference). The reference is the largest score of the row's first tile, and stays: to find every tile's largest
+// would take as long as two of the five other steps of the softmax. float32 sums and floating-point weights keep their
+// precision far from 1, so that a later score may exceed the reference. Where a thread's sum of a tile grows beyond
+// kLargestSum, the row follows: the tile's scores are computed once more, and earlier results are multiplied by
+// 2^(old reference - new one). Each row follows or not by its own scores alone.
+template <typename Element>
+constexpr float kLargestSum = std::is_same_v<Element, __nv_bfloat16> ? 0x1p64f : 0x1p14f;  // float16 ends at 2^16
 
 struct RowState {
   float reference[2];
-  float limit[2];  // a score above it moves the reference
-  float sum[2];    // of this thread's columns
+  float sum[2];  // of this thread's columns
 };
 
 template <int kCount>
@@ -286,20 +299,24 @@ __device__ __forceinline__ float largest_of_row(const float (&scores)[kCount], i
 
 // The largest of the four threads that share a row.
 __device__ __forceinline__ float largest_of_quad(float value) {
-  value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 1));
-  return fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
+  value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, 1));
+  return fmaxf(value, __shfl_xor_sync(kAllLanes, value, 2));
 }
 
-// Turns scores into weights and adds them to the sums.
+// Turns a row's scores into weights and returns their sum.
 template <int kCount>
-__device__ __forceinline__ void weigh_scores(float (&scores)[kCount], RowState& state, float scale_log2) {
-  const float shift[2] = {state.reference[0] * scale_log2, state.reference[1] * scale_log2};
+__device__ __forceinline__ float weigh_row(float (&scores)[kCount], int row, float reference, float scale_log2) {
+  const float shift = reference * scale_log2;
+  float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int row = (i / 2) % 2;
-    scores[i] = exp2_approximate(fmaf(scores[i], scale_log2, -shift[row]));
-    state.sum[row] += scores[i];
+  for (int i = 2 * row; i < kCount; i += 4) {
+#pragma unroll
+    for (int n = i; n < i + 2; ++n) {
+      scores[n] = exp2_approximate(fmaf(scores[n], scale_log2, -shift));
+      sum += scores[n];
+    }
   }
+  return sum;
 }
 
 template <int kCount>
@@ -307,33 +324,67 @@ __device__ __forceinline__ void begin_softmax(float (&scores)[kCount], RowState&
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     state.reference[row] = largest_of_quad(largest_of_row(scores, row));
-    state.limit[row] = state.reference[row] + kSlack / scale_log2;
-    state.sum[row] = 0.0f;
+    state.sum[row] = weigh_row(scores, row, state.reference[row], scale_log2);
   }
-  weigh_scores(scores, state, scale_log2);
 }
 
-// Returns whether a row of this warp has moved its reference; `rescale` then holds what earlier results are
-// multiplied by.
-template <int kCount>
-__device__ __forceinline__ bool continue_softmax(float (&scores)[kCount], RowState& state, float scale_log2,
-                                                 float (&rescale)[2]) {
-  const float largest[2] = {largest_of_row(scores, 0), largest_of_row(scores, 1)};
-  const bool moved =
-      __any_sync(0xFFFFFFFFu, largest[0] > state.limit[0] || largest[1] > state.limit[1]) != 0;
-  if (moved) {
+// Scores of the rows that follow once more, their weights being lost; keys `from` .. `to` - 1 count minus infinity.
+template <typename C>
+__device__ __forceinline__ void restore_scores(float (&scores)[C::kKeys / 2], const bool (&follows)[2],
+                                               const uint32_t (&query)[C::kHeadSize / 4], uint32_t keys, int from,
+                                               int to, int lane) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float candidate = largest_of_quad(largest[row]);
-      const bool follows = candidate > state.limit[row];
-      const float reference = follows ? candidate : state.reference[row];
-      rescale[row] = follows ? exp2_approximate((state.reference[row] - reference) * scale_log2) : 1.0f;
-      state.sum[row] *= rescale[row];
-      state.reference[row] = reference;
-      state.limit[row] = reference + kSlack / scale_log2;
+  for (int j = 0; j < C::kKeys / 8; ++j) {
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < C::kHeadSize / 32; ++k) {
+      const int columns = 4 * k + lane / 8;
+      uint32_t b[4];
+      load_matrices(keys + (columns / 8) * C::kTilePanelBytes + (8 * j + lane % 8) * kRowBytes +
+                        ((columns % 8) ^ (lane % 8)) * 16,
+                    b[0], b[1], b[2], b[3]);
+      product_of_warp<typename C::Element>(part, query + 8 * k, b[0], b[1]);
+      product_of_warp<typename C::Element>(part, query + 8 * k + 4, b[2], b[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int key = 8 * j + 2 * (lane % 4) + i % 2;
+      if (follows[i / 2]) scores[4 * j + i] = key >= from && key < to ? -INFINITY : part[i];
     }
   }
-  weigh_scores(scores, state, scale_log2);
+}
+
+// The softmax of a later tile, all 32 lanes together: scores become weights. Returns whether a row of this warp
+// follows; `rescale` then holds what earlier results are multiplied by. The keys and the query must still be there.
+template <typename C>
+__device__ __forceinline__ bool continue_softmax(float (&scores)[C::kKeys / 2], RowState& state, float scale_log2,
+                                                 const uint32_t (&query)[C::kHeadSize / 4], uint32_t keys, int from,
+                                                 int to, int lane, float (&rescale)[2]) {
+  constexpr float kLargest = kLargestSum<typename C::Element>;
+  float sums[2];
+#pragma unroll
+  for (int row = 0; row < 2; ++row) sums[row] = weigh_row(scores, row, state.reference[row], scale_log2);
+  const bool moved = __any_sync(kAllLanes, sums[0] > kLargest || sums[1] > kLargest) != 0;
+  if (moved) {
+    bool follows[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      follows[row] = (__ballot_sync(kAllLanes, sums[row] > kLargest) >> (lane & ~3) & 0xFu) != 0;
+    }
+    restore_scores<C>(scores, follows, query, keys, from, to, lane);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float reference = largest_of_quad(largest_of_row(scores, row));
+      rescale[row] = follows[row] ? exp2_approximate((state.reference[row] - reference) * scale_log2) : 1.0f;
+      if (follows[row]) {
+        state.reference[row] = reference;
+        sums[row] = weigh_row(scores, row, reference, scale_log2);
+      }
+      state.sum[row] *= rescale[row];
+    }
+  }
+  state.sum[0] += sums[0];
+  state.sum[1] += sums[1];
   return moved;
 }
 
@@ -357,13 +408,14 @@ __device__ void compute(const ForwardArguments& arguments, uint32_t shared, cons
   const int lane = thread % 32;
   const int warp = thread / 32;
   const float scale_log2 = arguments.scale * kLog2E;
-  const uint32_t query = shared + C::kQueryOffset + group * C::kQueryBytes;
+  const uint32_t query_panels = shared + C::kQueryOffset + group * C::kQueryBytes;
   const uint32_t output = shared + C::kOutputOffset + group * C::kQueryBytes;
   const uint32_t keys = shared + C::kKeyOffset;
   const uint32_t values = shared + C::kValueOffset;
   const uint32_t my_turn = kTurnBarrier + group;
   const uint32_t other_turn = kTurnBarrier + (group ^ 1);
 
+  uint32_t query[C::kHeadSize / 4];
   float scores[C::kKeys / 2];
   float out[C::kHeadSize / 2];
   uint32_t weights[C::kKeys / 4];
@@ -378,15 +430,18 @@ __device__ void compute(const ForwardArguments& arguments, uint32_t shared, cons
     const int padding_tile = unit.padded > unit.prefix ? (unit.padded - 1) / C::kKeys : -1;
 
     barrier_wait(barriers.query_full(group), units & 1);
+    load_query<C>(query, query_panels, warp, lane);
+    __syncwarp();
+    release(barriers.query_empty(group), lane);
     barrier_wait(barriers.full(0, count % kStages), (count / kStages) & 1);
     pin(scores);
+    pin(query);
     product_begin();
     score_product<C>(scores, query, keys + (count % kStages) * C::kTileBytes);
     product_commit();
     product_wait<0>();
     pin(scores);
     release(barriers.empty(0, count % kStages), lane);
-    if (unit.tiles == 1) release(barriers.query_empty(group), lane);
     const int last_key = (unit.tiles - 1) * C::kKeys;
     mask_scores(scores, unit.padded + arguments.length - last_key, C::kKeys, lane);
     if (padding_tile == unit.tiles - 1) mask_scores(scores, unit.prefix - last_key, unit.padded - last_key, lane);
@@ -412,12 +467,13 @@ __device__ void compute(const ForwardArguments& arguments, uint32_t shared, cons
       named_arrive(other_turn, 256);
       product_wait<1>();
       pin(scores);
+      const int from = tile == padding_tile ? unit.prefix - tile * C::kKeys : 0;
+      const int to = tile == padding_tile ? unit.padded - tile * C::kKeys : 0;
+      if (tile == padding_tile) mask_scores(scores, from, to, lane);
+      const bool moved = continue_softmax<C>(scores, state, scale_log2, query,
+                                             keys + (next % kStages) * C::kTileBytes, from, to, lane, rescale);
+      __syncwarp();
       release(barriers.empty(0, next % kStages), lane);
-      if (tile == 0) release(barriers.query_empty(group), lane);
-      if (tile == padding_tile) {
-        mask_scores(scores, unit.prefix - tile * C::kKeys, unit.padded - tile * C::kKeys, lane);
-      }
-      const bool moved = continue_softmax(scores, state, scale_log2, rescale);
       hold_back(state.sum[0], state.sum[1], values);
       product_wait<0>();
       pin(out);
@@ -438,8 +494,8 @@ __device__ void compute(const ForwardArguments& arguments, uint32_t shared, cons
     product_commit();
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      state.sum[row] += __shfl_xor_sync(0xFFFFFFFFu, state.sum[row], 1);
-      state.sum[row] += __shfl_xor_sync(0xFFFFFFFFu, state.sum[row], 2);
+      state.sum[row] += __shfl_xor_sync(kAllLanes, state.sum[row], 1);
+      state.sum[row] += __shfl_xor_sync(kAllLanes, state.sum[row], 2);
     }
     product_wait<0>();
     pin(out);

@@ -111,6 +111,42 @@ def test_kernels_equal_float64(case: tuple, kernel: str) -> None:
         assert relative_error(grad, exact_grad) < (2 if length > 1 else 10) * ERROR[dtype]
 
 
+# groups, siblings, query heads, key heads, L, P, head size, ragged, dtype
+OUTGROWN_CASES = [
+    (1, 2, 28, 4, 515, 200, 128, False, BF16),
+    (2, 1, 14, 2, 300, 301, 128, True, FP16),
+    (2, 2, 8, 2, 258, 70, 64, True, BF16),
+]
+
+
+@pytest.mark.parametrize("case", OUTGROWN_CASES, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_scores_may_outgrow_those_of_later_keys_by_any_power(case: tuple, kernel: str) -> None:
+    groups, siblings, query_heads, key_heads, length, prefix, head_size, ragged, dtype = case
+    if kernel == "triton" and head_size != 64:
+        pytest.skip("one case is enough where there is one code path")
+    inputs = make(groups, siblings, query_heads, key_heads, length, prefix, head_size, dtype)
+    # Kernels go from the last key to the first; weights beyond 2^128 of the first reference would be infinite.
+    inputs[1].mul_(torch.linspace(40, 0.2, length, device="cuda").to(dtype)[:, None])
+    inputs[3].mul_(torch.linspace(90, 40, prefix, device="cuda").to(dtype)[:, None])
+    counts = [prefix - 13 * group for group in range(groups)]
+    lengths = torch.tensor(counts, device="cuda") if ragged else None
+    exact = [tensor.double() for tensor in inputs]
+    wanted, wanted_lse = joint_attention(*exact, counts if ragged else [prefix] * groups)
+    out, lse = sibling_prefix_attention(*inputs, prefix_lengths=lengths, return_lse=True, backend=kernel)
+    assert relative_error(out, wanted) < ERROR[dtype]
+    assert float(((lse - wanted_lse).abs() / (1 + wanted_lse.abs())).max()) < 1e-5
+
+    # A query whose scores outgrow them leaves the bits of its neighbours alone.
+    mild = (0.01 * inputs[0], *inputs[1:])
+    among = mild[0].clone()
+    among[:, :, ::3] *= 100
+    alone = sibling_prefix_attention(*mild, prefix_lengths=lengths, backend=kernel)
+    mixed = sibling_prefix_attention(among, *mild[1:], prefix_lengths=lengths, backend=kernel)
+    assert torch.equal(alone[:, :, 1::3], mixed[:, :, 1::3])
+    assert not torch.equal(alone[:, :, ::3], mixed[:, :, ::3])
+
+
 @pytest.mark.parametrize("kernel", KERNELS, indirect=True)
 def test_every_run_gives_the_same_bits(kernel: str) -> None:
     heads = (28, 4) if kernel == "hopper" else (14, 2)
