@@ -15,3 +15,9 @@ from tests.ops.triton_versions import VERSIONS, run_script, used_version
 def test_interpreted_kernels_equal_the_formulas(version: str) -> None:
     script = "../models/bagel/fused_interpreted.py"
     assert run_script(script, version=version) == f"equal {used_version(version)}"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_compile_for_sm_90_and_move_16_bytes_at_a_time(version: str) -> None:
+    script = "../models/bagel/fused_compiled.py"
+    assert run_script(script, version=version) == f"compiled {used_version(version)}"

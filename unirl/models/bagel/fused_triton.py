@@ -108,7 +108,8 @@ def _silu_kernel(gate, up, grad_out, out, grad_up, size, BACKWARD: tl.constexpr,
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=inside)
 
 
-def _num_warps(block: int) -> int:
+def num_warps(block: int) -> int:
+    """Of a program with so many elements."""
     return min(max(block // 512, 1), 8)
 
 
@@ -122,7 +123,7 @@ def rms_norm(
         block = triton.next_power_of_2(width)
         _norm_kernel[(hidden.numel() // width,)](
             hidden, weight, hidden if grad_out is None else grad_out, out, width, eps,
-            BACKWARD=grad_out is not None, BLOCK=block, num_warps=_num_warps(block),
+            BACKWARD=grad_out is not None, BLOCK=block, num_warps=num_warps(block),
         )  # fmt: skip
     return (out,)
 
@@ -158,7 +159,7 @@ def rotated_heads(
             und, und if gen is None else gen, und_weight, gen_weight, cos, sin,
             und if grad_out is None else grad_out, out, *grads, tokens, und_tokens, angles.stride(0), angles.stride(1),
             *strides, eps, num_heads=heads, BACKWARD=grad_out is not None, HEADS=block,
-            SIZE=size, num_warps=_num_warps(block * size),
+            SIZE=size, num_warps=num_warps(block * size),
         )  # fmt: skip
     return results
 
