@@ -5,7 +5,7 @@
 
 Modes. "denoise": the conditional velocity of N siblings over one prefix, base weights. "adapted": the same with a LoRA of rank 64
 on the generation expert, not merged. "replay": what a trainer does with N rows of one trained step: prefix, velocity, log-prob,
-and the gradient of its mean by the adapter, layers recomputed in the backward pass.
+and the gradient of its mean by the adapter, layers recomputed in the backward pass. "kept": the same without recomputing.
 
 Peers. "ours" is the model as it is. "plain" is a decoder of stock PyTorch on the same weights (`_plain_decoder.py`): fused norms,
 every sibling's K/V behind a copy of the prefix, SDPA (cuDNN on a GPU), adapters in the dtype of the activations. `--slow-peers`
@@ -55,7 +55,7 @@ from unirl.train.lora import adapter_parameters, lora_layers
 from unirl.train.trainable import prepare
 from unirl.types import LatentSegment, NoiseRecipe, Part, SamplingParams, frames_to_keep
 
-MODES = ("denoise", "adapted", "replay")
+MODES = ("denoise", "adapted", "replay", "kept")
 STEPS, TRAINED_STEP = 14, 3
 
 
@@ -246,14 +246,16 @@ class Benchmark:
         model = self.stage.model
         if mode != "denoise" and not lora_layers(model):
             adapt(model)
+        model.gradient_checkpointing = mode == "replay"
         problem = Problem(self.stage, shape)
-        call = problem.replay if mode == "replay" else problem.step
+        trains = mode in ("replay", "kept")
+        call = problem.replay if trains else problem.step
         providers = {name: running(way, call) for name, way in ways(model, self.bench.slow_peers).items()}
-        check = gradient_check() if mode == "replay" else self.step_check(problem)
+        check = gradient_check() if trains else self.step_check(problem)
         flop = flop_of(model.config, shape, adapter_entries(model))
         needed, executed = flop.step, flop.step
-        if mode == "replay":
-            needed, executed = flop.replay(), flop.replay(forwards=2)
+        if trains:
+            needed, executed = flop.replay(), flop.replay(forwards=2 if mode == "replay" else 1)
         first = len(self.bench.rows)
         self.bench.measure(
             "bagel",

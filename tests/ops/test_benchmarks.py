@@ -106,7 +106,7 @@ def test_plots_show_the_newest_run_and_prefer_a_gpu(load: Any, tmp_path: Path) -
 def test_quick_bagel_run_agrees_with_the_plain_decoder(
     load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    modes = ["denoise", "adapted", "replay"]
+    modes = ["denoise", "adapted", "replay", "kept"]
     arguments = ["--quick", "--device=cpu", f"--results={tmp_path}", "--profile", "--no-plot"]
     load("bench_bagel").main([*arguments, f"--modes={','.join(modes)}"])
     rows = read(tmp_path / "bagel.jsonl")
@@ -114,7 +114,7 @@ def test_quick_bagel_run_agrees_with_the_plain_decoder(
         (m, p) for m in modes for p in ("plain", "ours")
     ]
     assert all(row["error"] < 2e-6 for row in rows if "error" in row)
-    assert {row["provider"] for row in rows if "error" in row and row["mode"] == "replay"} == {"ours"}
+    assert {row["provider"] for row in rows if "error" in row and row["mode"] in modes[2:]} == {"ours"}
     for row in rows:
         assert row["of_matmul"] == pytest.approx(
             row["tflop"] / row["ms"] * 1e3 / row["matmul_tflops"], rel=1e-3
