@@ -21,8 +21,8 @@ FLOP, for N rows of T = L + 2 tokens (latents and two markers), P of prefix, n l
 
 A step needs linear + attention + adapter + ends. A replay needs prefix + 2 linear + 3.5 attention + 3 adapter: frozen weights have
 no gradient, so backward a linear layer is one product, not two, and none for the first layer's queries, keys and values; attention
-counts 2.5 times backward, as in its own benchmark. "executed" adds the recomputed forward: prefix + 3 linear + 4.5 attention +
-4 adapter, near three times a step.
+counts 2.5 times backward, as in its own benchmark. "recomputing" counts the layers' forward once more: prefix + 3 linear +
+4.5 attention + 4 adapter, near three times a step, also where a peer leaves a part of it out.
 
 "error" is relative: of a step against the plain decoder in float32 on the first and the last row, of a replay's gradients against
 the plain peer's, all tensors together. `--profile` prints the kernels of each mode's first shape.
@@ -253,9 +253,9 @@ class Benchmark:
         providers = {name: running(way, call) for name, way in ways(model, self.bench.slow_peers).items()}
         check = gradient_check() if trains else self.step_check(problem)
         flop = flop_of(model.config, shape, adapter_entries(model))
-        needed, executed = flop.step, flop.step
+        needed, recomputing = flop.step, flop.step
         if trains:
-            needed, executed = flop.replay(), flop.replay(forwards=2 if mode == "replay" else 1)
+            needed, recomputing = flop.replay(), flop.replay(forwards=2 if mode == "replay" else 1)
         first = len(self.bench.rows)
         self.bench.measure(
             "bagel",
@@ -267,12 +267,12 @@ class Benchmark:
             dtype=str(model.dtype).removeprefix("torch."),
             layers=model.config.language.num_hidden_layers,
             tflop=needed / 1e12,
-            tflop_executed=executed / 1e12,
+            tflop_recomputing=recomputing / 1e12,
         )
         for row in self.bench.rows[first:]:
             if mode == "replay" and "of_matmul" in row:
-                row["executed_of_matmul"] = row["of_matmul"] * executed / needed
-                row["note"] = f"executed {row['executed_of_matmul']:.1%}"
+                row["recomputing_of_matmul"] = row["of_matmul"] * recomputing / needed
+                row["note"] = f"recomputing {row['recomputing_of_matmul']:.1%}"
             outcome = (
                 row.get("missing") or f"{row['ms']:.1f} ms, {row['of_matmul']:.1%} {row.get('note', '')}"
             )

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from unirl.models.bagel import adapter
 from unirl.models.bagel.adapter import adapted, project, project_onto
@@ -116,3 +120,34 @@ def test_the_bits_of_a_sum_do_not_depend_on_whether_a_graph_is_kept(strided: boo
     assert error(kept, residual.double() + input.double() @ layer.weight.double().T) < 6e-3
     with torch.no_grad():
         assert torch.equal(project_onto(residual, layer, input), kept)
+
+
+class Products(TorchDispatchMode):
+    """Shapes ``(rows, in, out)`` of the products that add to their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.ops.aten.addmm_.default:
+            left, right = arguments[1:3]
+            self.shapes.append((*left.shape, right.shape[1]))
+        return function(*arguments, **(options or {}))
+
+
+def test_a_recomputed_layer_leaves_its_last_product_out() -> None:
+    base, input, down, up = problem(torch.float32, has_bias=False)
+    leaves = [tensor.requires_grad_() for tensor in (input, down, up)]
+    rows = ROWS * TOKENS
+
+    def layer(input: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return adapted(input, base, down, up, SCALE)
+
+    with Products() as products:
+        result = checkpoint(layer, *leaves, use_reentrant=False)
+        assert products.shapes == [(rows, IN, OUT)]
+        grads = torch.autograd.grad(result.sum(), leaves)
+    assert products.shapes[1:] == [(rows, RANK, IN)]  # the gradient by the rows, and nothing computed again
+    for ours, kept in zip(grads, torch.autograd.grad(layer(*leaves).sum(), leaves), strict=True):
+        assert torch.equal(ours, kept)

@@ -68,39 +68,43 @@ def adapted(input: Tensor, base: Linear, down: Tensor, up: Tensor, scale: float)
         down, up: ``[rank, in]`` and ``[out, rank]``.
     """
     down, up = down.to(input.dtype), (scale * up).to(input.dtype)
+
+    def rows_through(rows: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            narrow = F.linear(rows, down)
+        else:
+            narrow, rows = _Down.apply(rows, down)
+        # The wide product comes last: it adds to what the adapter wrote, and a layer that is recomputed for its backward pass
+        # stops before it where nothing reads the result.
+        return F.linear(narrow, up, base.bias).addmm_(rows, base.weight.t())
+
     if base.batch_invariant and input.numel():
         entries = input.reshape(input.shape[0], -1, input.shape[-1]).unbind()
-        result = torch.stack([_Adapted.apply(entry, base.weight, base.bias, down, up) for entry in entries])
+        result = torch.stack([rows_through(entry) for entry in entries])
     else:
-        rows = input.reshape(-1, input.shape[-1])
-        result = _Adapted.apply(rows, base.weight, base.bias, down, up)
+        result = rows_through(input.reshape(-1, input.shape[-1]))
     return result.reshape(*input.shape[:-1], base.out_features)
 
 
-class _Adapted(torch.autograd.Function):
-    """Rows ``[R, in]`` to ``[R, out]``. The wide product comes last and adds to what the adapter wrote, forward and backward."""
+class _Down(torch.autograd.Function):
+    """Rows ``[R, in]`` to ``[R, rank]``, and the rows again: backward, the narrow product adds to their gradient in place."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor
-    ) -> Tensor:
-        narrow = F.linear(rows, down)
-        ctx.save_for_backward(rows, weight, down, up, narrow)
-        return F.linear(narrow, up, bias).addmm_(rows, weight.t())
+    def forward(ctx: Any, rows: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, down)
+        ctx.set_materialize_grads(False)
+        again = rows.view_as(rows)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(again)
+        return F.linear(rows, down), again
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, down, up, narrow = ctx.saved_tensors
-        of_rows, _, _, of_down, of_up = ctx.needs_input_grad
-        of_narrow = grad @ up
-        return (
-            (of_narrow @ down).addmm_(grad, weight) if of_rows else None,
-            None,
-            None,
-            of_narrow.t() @ rows if of_down else None,
-            grad.t() @ narrow if of_up else None,
-        )
+    def backward(ctx: Any, of_narrow: Tensor, of_rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        rows, down = ctx.saved_tensors
+        of_down = of_narrow.t() @ rows if ctx.needs_input_grad[1] else None
+        # Nothing else reads this gradient: the rows that are given again have one reader.
+        return None if of_rows is None else of_rows.addmm_(of_narrow, down), of_down
 
 
 def _active_adapter(layer: nn.Module) -> str | None:
