@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.models.bagel import fused
+from unirl.config import ModelConfig
+from unirl.models.bagel import Bagel, ContextRequest, build_contexts, fused, plan_layout, preset
 from unirl.models.bagel.layers import RMSNorm, Rotary
 from unirl.models.bagel.transformer import in_token_order
+from unirl.train.lora import adapter_parameters
+from unirl.train.trainable import prepare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,3 +68,38 @@ def test_heads_are_the_formula_and_rows_do_not_depend_on_their_neighbours(num_he
     assert_close(*(torch.autograd.grad(result, (und, gen), upstream) for result in (ours, theirs)))
     alone = fused.rotated_heads(und[1:2], gen[1:2], weights, rotary.cos[1:2], rotary.sin[1:2], EPS)
     assert torch.equal(alone, ours[1:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_gives_the_same_velocity_and_gradients(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = preset("bagel-digits").replace(batch_invariant=False)
+    model = Bagel(config)
+    model.initialize(0)
+    torch.nn.init.normal_(model.llm2vae.weight)
+    model.to("cuda", dtype)
+    prepare(model, ModelConfig(gradient_checkpointing=True), seed=0)
+    adapter = list(adapter_parameters(model).values())
+    for factor in adapter:
+        torch.nn.init.normal_(factor, std=0.1)
+    layout = plan_layout(config, list(b"seven"), (12, 8))
+    latents, time = random(5, layout.num_latents, 4, dtype=dtype), torch.linspace(0.1, 0.9, 5, device="cuda")
+    found = []
+    for fuses in (False, True):
+        if not fuses:
+            monkeypatch.setattr(fused, "fusable", lambda *tensors: False)
+        else:
+            monkeypatch.undo()
+        contexts = build_contexts(model, [ContextRequest(layout)], ["gen"])
+        velocity = model.velocity(
+            latents,
+            time,
+            contexts,
+            siblings=5,
+            latent_position_ids=layout.latent_position_ids().cuda(),
+        )
+        found.append([velocity.detach(), *torch.autograd.grad(velocity.square().mean(), adapter)])
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < tolerance
