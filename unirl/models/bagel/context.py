@@ -267,10 +267,16 @@ def _assemble(
     """Stack the groups' prefixes, padded to the longest."""
     lengths = tuple(prefix.length for prefix in prefixes)
     width = max(lengths)
-    layers: list[LayerCache] = []
-    for index in range(model.config.language.num_hidden_layers):
-        pairs = zip(*(_rows(prefixes, index, side, width) for side in (0, 1)), strict=True)
-        layers.append(LayerCache(*(torch.cat(parts) for parts in zip(*pairs, strict=True))))
+    runs = _runs(prefixes, model.device)
+    layers = [
+        LayerCache(
+            *(
+                torch.cat([_padded(run.layers[index][side], run.rows, width) for run in runs])
+                for side in (0, 1)
+            )
+        )
+        for index in range(model.config.language.num_hidden_layers)
+    ]
     uneven = any(length != width for length in lengths)
     offsets = [request.layout.context(name).rope_offset for request in requests]
     return Context(
@@ -282,16 +288,23 @@ def _assemble(
     )
 
 
-def _rows(prefixes: list[_Prefix], layer: int, side: int, width: int) -> list[Tensor]:
-    """Runs of ``[g, Hk, width, D]``; neighbours from one prefill are taken in one indexing."""
-    runs: list[tuple[Tensor, list[int]]] = []
+class _Run(NamedTuple):
+    """Neighbours from one prefill, which are taken in one indexing: its caches, and their rows int64 ``[g]`` of these."""
+
+    layers: list[LayerCache]
+    rows: Tensor
+
+
+def _runs(prefixes: list[_Prefix], device: torch.device) -> list[_Run]:
+    found: list[tuple[list[LayerCache], list[int]]] = []
     for prefix in prefixes:
-        tensor = prefix.layers[layer][side]
-        if not runs or runs[-1][0] is not tensor:
-            runs.append((tensor, []))
-        runs[-1][1].append(prefix.row)
-    rows: list[Tensor] = []
-    for tensor, indices in runs:
-        taken = tensor[torch.tensor(indices, device=tensor.device), :, : min(width, tensor.shape[2])]
-        rows.append(F.pad(taken, (0, 0, 0, width - taken.shape[2])))
-    return rows
+        if not found or found[-1][0] is not prefix.layers:
+            found.append((prefix.layers, []))
+        found[-1][1].append(prefix.row)
+    return [_Run(layers, torch.tensor(rows, device=device)) for layers, rows in found]
+
+
+def _padded(cache: Tensor, rows: Tensor, width: int) -> Tensor:
+    """Rows of ``[B, Hk, P, D]``, cut or padded with zeros to ``[g, Hk, width, D]``."""
+    taken = cache[rows, :, : min(width, cache.shape[2])]
+    return F.pad(taken, (0, 0, 0, width - taken.shape[2]))

@@ -84,7 +84,8 @@ class Guidance:
         """
         lo, hi = self.interval
         active = (time > lo) & (time <= hi)
-        device_time = time.to(device=latents.device, dtype=torch.float32)
+        # A blocking copy would wait for the step before.
+        device_time = time.float().to(latents.device, non_blocking=True)
 
         def branch(name: str) -> Tensor:
             return model.velocity(
@@ -101,7 +102,7 @@ class Guidance:
             return conditional
 
         def scales(value: float) -> Tensor:
-            return torch.where(active, value, 1.0).to(latents.device)
+            return torch.where(active, value, 1.0).to(latents.device, non_blocking=True)
 
         return guided_velocity(
             conditional,
