@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's view of the kernels: addresses, sizes, strides and a stream come in as integers. No logic, no torch.
+// Python's view of the kernels: addresses, sizes, strides and a stream come in as integers, lists of tensors through
+// DLPack. No logic, no torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <tuple>
 
 #include "cpu/digest.h"
@@ -12,6 +15,7 @@
 #include "cpu/noise.h"
 #include "cpu/packing.h"
 #include "cpu/sibling_prefix_attention.h"
+#include "dlpack.h"
 #ifdef UNIRL_WITH_CUDA
 #include "cuda/digest.h"
 #include "cuda/packing.h"
@@ -25,10 +29,6 @@ namespace {
 using Address = uintptr_t;
 // (address, dtype, row stride in elements); address 0 means "not given".
 using RowsTuple = std::tuple<Address, int, int64_t>;
-// (address, frame stride, token stride, length), strides in bytes.
-using PackedTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
-// (address, row stride, frame stride, token stride) in bytes.
-using PaddedTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
 // (address, bytes, header 0, header 1).
 using DigestTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
 // Addresses of sigma, sigma_next, sigma_max, noise_level, lengths, and the rule.
@@ -51,17 +51,51 @@ unirl::MutableRows mutable_rows(const RowsTuple& t) {
   return {pointer<void>(std::get<0>(t)), static_cast<unirl::Dtype>(std::get<1>(t)), std::get<2>(t)};
 }
 
-std::vector<unirl::PackedRow> packed_rows(const std::vector<PackedTuple>& tuples) {
-  std::vector<unirl::PackedRow> result;
-  result.reserve(tuples.size());
-  for (const auto& [address, frame, token, length] : tuples) {
-    result.push_back({pointer<char>(address), frame, token, length});
-  }
-  return result;
-}
+int64_t element_bytes(const unirl::dlpack::Tensor& t) { return t.dtype.bits * t.dtype.lanes / 8; }
 
-unirl::PaddedTensor padded_tensor(const PaddedTuple& t) {
-  return {pointer<char>(std::get<0>(t)), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
+char* data_of(const unirl::dlpack::Tensor& t) { return static_cast<char*>(t.data) + t.byte_offset; }
+
+// Rows [K, seq_i, C] of a list, and the padded tensor [N, K, S, C].
+struct Packing {
+  Packing(const py::list& tensors, const py::object& padded_tensor) {
+    const unirl::dlpack::Reader read(py::type::of(padded_tensor));
+    const auto whole = read(padded_tensor);
+    const int64_t bytes = element_bytes(whole);
+    padded = {data_of(whole), whole.strides[0] * bytes, whole.strides[1] * bytes, whole.strides[2] * bytes};
+    num_frames = whole.shape[1];
+    bound = whole.shape[2];
+    token_bytes = whole.shape[3] * bytes;
+    tokens_are_whole = whole.strides[3] == 1 || whole.shape[3] <= 1;
+    rows.reserve(tensors.size());
+    for (const py::handle tensor : tensors) {
+      const auto row = read(tensor);
+      rows.push_back({data_of(row), row.strides[0] * bytes, row.strides[1] * bytes, row.shape[1]});
+      tokens_are_whole = tokens_are_whole && (row.strides[2] == 1 || row.shape[2] <= 1 || row.shape[1] == 0);
+    }
+  }
+
+  std::vector<unirl::PackedRow> rows;
+  unirl::PaddedTensor padded;
+  int64_t num_frames, bound, token_bytes;
+  bool tokens_are_whole;  // the C values of every token are adjacent
+};
+
+// Length of the longest of `rows` [K, seq_i, C]; -1 unless all are tensors with memory and of one K, C, dtype and device.
+int64_t longest_row(const py::list& rows, const py::type& tensor_type) {
+  const unirl::dlpack::Reader read(tensor_type);
+  unirl::dlpack::Tensor first{};
+  int64_t longest = -1;
+  for (const py::handle row : rows) {
+    unirl::dlpack::Tensor t;
+    if (!read.can_read(row, t) || t.num_axes != 3) return -1;
+    if (longest < 0) first = t;
+    const bool alike = t.shape[0] == first.shape[0] && t.shape[2] == first.shape[2] &&
+                       std::memcmp(&t.dtype, &first.dtype, sizeof t.dtype) == 0 &&
+                       std::memcmp(&t.device, &first.device, sizeof t.device) == 0;
+    if (!alike) return -1;
+    longest = std::max(longest, t.shape[1]);
+  }
+  return longest;
 }
 
 std::vector<unirl::DigestInput> digest_inputs(const std::vector<DigestTuple>& tuples) {
@@ -217,21 +251,25 @@ PYBIND11_MODULE(_C, m) {
       },
       no_gil);
 
-  m.def(
-      "pad_latents",
-      [](const std::vector<PackedTuple>& packed, const PaddedTuple& padded, int64_t num_frames, int64_t bound,
-         int64_t token_bytes, int num_threads) {
-        unirl::pad_latents(packed_rows(packed), padded_tensor(padded), num_frames, bound, token_bytes, num_threads);
-      },
-      no_gil);
+  m.def("longest_row", longest_row);
 
-  m.def(
-      "trim_latents",
-      [](const std::vector<PackedTuple>& packed, const PaddedTuple& padded, int64_t num_frames, int64_t token_bytes,
-         int num_threads) {
-        unirl::trim_latents(packed_rows(packed), padded_tensor(padded), num_frames, token_bytes, num_threads);
-      },
-      no_gil);
+  // rows: list of [K, seq_i, C]; padded: [N, K, S, C]. False, and nothing is done, where a token's values lie apart.
+  m.def("pad_latents", [](const py::list& rows, const py::object& padded, int num_threads) {
+    const Packing packing(rows, padded);
+    if (!packing.tokens_are_whole) return false;
+    const py::gil_scoped_release no_gil_here;
+    unirl::pad_latents(packing.rows, packing.padded, packing.num_frames, packing.bound, packing.token_bytes,
+                       num_threads);
+    return true;
+  });
+
+  m.def("trim_latents", [](const py::object& padded, const py::list& rows, int num_threads) {
+    const Packing packing(rows, padded);
+    if (!packing.tokens_are_whole) return false;
+    const py::gil_scoped_release no_gil_here;
+    unirl::trim_latents(packing.rows, packing.padded, packing.num_frames, packing.token_bytes, num_threads);
+    return true;
+  });
 
   m.def(
       "layout_digest",
@@ -276,23 +314,23 @@ PYBIND11_MODULE(_C, m) {
 #ifdef UNIRL_WITH_CUDA
   m.attr("cuda_architectures") = UNIRL_CUDA_ARCHITECTURES;
 
-  m.def(
-      "cuda_pad_latents",
-      [](const std::vector<PackedTuple>& packed, const PaddedTuple& padded, int64_t num_frames, int64_t bound,
-         int64_t token_bytes, Address stream) {
-        unirl::cuda::pad_latents(packed_rows(packed), padded_tensor(padded), num_frames, bound, token_bytes,
-                                 pointer<void>(stream));
-      },
-      no_gil);
+  m.def("cuda_pad_latents", [](const py::list& rows, const py::object& padded, Address stream) {
+    const Packing packing(rows, padded);
+    if (!packing.tokens_are_whole) return false;
+    const py::gil_scoped_release no_gil_here;
+    unirl::cuda::pad_latents(packing.rows, packing.padded, packing.num_frames, packing.bound, packing.token_bytes,
+                             pointer<void>(stream));
+    return true;
+  });
 
-  m.def(
-      "cuda_trim_latents",
-      [](const std::vector<PackedTuple>& packed, const PaddedTuple& padded, int64_t num_frames, int64_t token_bytes,
-         Address stream) {
-        unirl::cuda::trim_latents(packed_rows(packed), padded_tensor(padded), num_frames, token_bytes,
-                                  pointer<void>(stream));
-      },
-      no_gil);
+  m.def("cuda_trim_latents", [](const py::object& padded, const py::list& rows, Address stream) {
+    const Packing packing(rows, padded);
+    if (!packing.tokens_are_whole) return false;
+    const py::gil_scoped_release no_gil_here;
+    unirl::cuda::trim_latents(packing.rows, packing.padded, packing.num_frames, packing.token_bytes,
+                              pointer<void>(stream));
+    return true;
+  });
 
   m.def(
       "cuda_layout_digest",

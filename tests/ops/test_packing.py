@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unirl.ops import pad_latents, trim_latents
 
 BACKENDS = ("native", "reference")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool)
+EXOTIC_DTYPES = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
+    torch.uint64,
+    torch.complex128,
+)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -79,8 +92,14 @@ def test_nan_payloads_and_signed_zeros_survive(backend: str) -> None:
 def test_gradients_in_float64(backend: str) -> None:
     rows = [torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True) for length in (2, 0, 1)]
     assert torch.autograd.gradcheck(lambda *parts: pad_latents(parts, 3, backend=backend), rows)
+    assert torch.autograd.gradgradcheck(lambda *parts: pad_latents(parts, 3, backend=backend) ** 2, rows)
     latents = torch.randn(2, 1, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda whole: trim_latents(whole, [3, 1], backend=backend), [latents])
+
+    def trimmed(whole: torch.Tensor) -> list[torch.Tensor]:
+        return trim_latents(whole, [3, 1], backend=backend)
+
+    assert torch.autograd.gradcheck(trimmed, [latents])
+    assert torch.autograd.gradgradcheck(lambda whole: tuple(part**2 for part in trimmed(whole)), [latents])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -103,6 +122,141 @@ def test_each_is_the_backward_of_the_other(backend: str) -> None:
     upstreams = [torch.randn_like(part) for part in parts]
     (grad,) = torch.autograd.grad(parts, latents, upstreams)
     assert torch.equal(grad, pad_latents(upstreams, 7, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", EXOTIC_DTYPES, ids=str)
+def test_bytes_are_moved_whatever_the_dtype(dtype: torch.dtype) -> None:
+    rows = [random_bits((2, n, 4 * dtype.itemsize), torch.uint8).view(dtype) for n in (3, 0, 5)]
+    padded = pad_latents(rows, 6)
+    assert padded.dtype is dtype
+    for index, (row, part) in enumerate(zip(rows, trim_latents(padded, [3, 0, 5]), strict=True)):
+        length = row.shape[1]
+        assert torch.equal(part.view(torch.uint8), row.view(torch.uint8))
+        assert torch.equal(padded[index, :, :length].view(torch.uint8), row.view(torch.uint8))
+        assert not padded[index, :, length:].view(torch.uint8).any()
+
+
+def test_the_gradient_of_some_rows_may_be_asked_for() -> None:
+    rows = [torch.randn(2, length, 3, requires_grad=length > 1) for length in (1, 4)]
+    upstream = torch.randn(2, 2, 4, 3)
+    (grad,) = torch.autograd.grad(pad_latents(rows), rows[1], upstream)
+    assert torch.equal(grad, upstream[1])
+    latents = torch.randn(2, 2, 4, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(trim_latents(latents, [3, 2])[1], latents, upstream[1, :, :2])
+    assert torch.equal(grad[1, :, :2], upstream[1, :, :2])
+    assert not grad[0].any() and not grad[1, :, 2:].any()
+
+
+def test_every_row_has_memory_of_its_own() -> None:
+    latents = torch.randn(6, 2, 5, 3)
+    rows = trim_latents(latents, [4, 4, 2, 4, 2, 5])
+    storages = [row.untyped_storage() for row in rows]
+    assert len({storage.data_ptr() for storage in storages}) == len(rows)
+    assert [storage.nbytes() for storage in storages] == [row.nbytes for row in rows]
+
+
+def python_calls(function: Callable[[], Any]) -> int:
+    """How many functions written in Python a call enters."""
+    entered = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return entered
+
+
+def test_no_python_function_is_called_for_each_row() -> None:
+    counts = {}
+    for num_rows in (10, 100):
+        lengths = [2, 3, 5, 2, 3] * (num_rows // 5)
+        rows = [torch.zeros(2, length, 4) for length in lengths]
+        padded = torch.zeros(num_rows, 2, 5, 4)
+        calls = (
+            lambda rows=rows: pad_latents(rows, 5),
+            lambda padded=padded, lengths=lengths: trim_latents(padded, lengths),
+        )
+        counts[num_rows] = [python_calls(call) for call in calls]
+    assert counts[10] == counts[100] and max(counts[10]) < 60
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(2, 5, 3), (1, 5, 1), (1, 1, 3), (0, 5, 3), (2, 5, 0)])
+def test_trimmed_rows_have_the_strides_of_new_tensors(shape: tuple[int, int, int], backend: str) -> None:
+    lengths = [*range(shape[1] + 1)] * 2
+    rows = trim_latents(torch.zeros(len(lengths), *shape), lengths, backend=backend)
+    for row, length in zip(rows, lengths, strict=True):
+        fresh = torch.empty(shape[0], length, shape[2])
+        assert (row.shape, row.stride()) == (fresh.shape, fresh.stride())
+
+
+def test_results_stay_on_the_device_of_the_rows_whatever_the_default_device() -> None:
+    rows = [torch.randn(2, length, 3) for length in (4, 1)]
+    with torch.device("meta"):
+        padded = pad_latents(rows)
+        parts = trim_latents(padded, [4, 1])
+    assert padded.device.type == "cpu"
+    assert all(map(torch.equal, parts, rows))
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operators that come by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_watches_operators_sees_packing() -> None:
+    rows = [torch.randn(2, length, 3) for length in (4, 1)]
+    padded, expected = pad_latents(rows), pad_latents(rows, backend="reference")
+    names = ["unirl::pad_latents", "unirl::trim_latents"]
+    assert torch.equal(padded, expected)
+    with Recorder() as mode:
+        parts = trim_latents(pad_latents(rows), [4, 1])
+    assert mode.names == names and all(map(torch.equal, parts, rows))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        trim_latents(pad_latents(rows), [4, 1])
+    assert {*names} <= {event.name for event in profile.events()}
+    with FakeTensorMode() as fake:
+        hollow = pad_latents([fake.from_tensor(row) for row in rows])
+        assert [part.shape for part in trim_latents(hollow, [4, 1])] == [row.shape for row in rows]
+    assert isinstance(hollow, FakeTensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_packing_is_captured_in_a_cuda_graph() -> None:
+    lengths = [5, 0, 300, 7] * 40
+    rows = [torch.randn(2, length, 8, device="cuda") for length in lengths]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        padded = pad_latents(rows, 301)
+        parts = trim_latents(padded, lengths)
+    for row in rows:
+        row.normal_()
+    graph.replay()
+    assert torch.equal(padded, pad_latents(rows, 301, backend="reference"))
+    assert all(map(torch.equal, parts, rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_more_frames_than_a_grid_has_layers() -> None:
+    rows = [torch.randn(70_000, length, 2, device="cuda") for length in (3, 1)]
+    padded = pad_latents(rows, 4)
+    assert torch.equal(padded, pad_latents(rows, 4, backend="reference"))
+    assert all(map(torch.equal, trim_latents(padded, [3, 1]), rows))
 
 
 def test_lengths_may_be_a_tensor_and_threads_do_not_enter() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unirl.ops import _arguments as arguments
-from unirl.ops import _backends
+from unirl.ops import _backends, _eager_packing, _native
 
 
 def pad_latents(rows: Sequence[Tensor], pad_to: int | None = None, *, backend: str | None = None) -> Tensor:
@@ -30,7 +30,7 @@ def pad_latents(rows: Sequence[Tensor], pad_to: int | None = None, *, backend: s
     bound = check_rows(rows, pad_to)
     if _backends.pick("packing", rows[0].device, backend) == _backends.REFERENCE:
         return pad_latents_reference(rows, bound)
-    return torch.ops.unirl.pad_latents(rows, bound)
+    return _eager_packing.pad(rows, bound)
 
 
 def trim_latents(
@@ -53,16 +53,14 @@ def trim_latents(
         return []
     if _backends.pick("packing", latents.device, backend) == _backends.REFERENCE:
         return trim_latents_reference(latents, counts)
-    return torch.ops.unirl.trim_latents(latents, counts)
+    return _eager_packing.trim(latents, counts)
 
 
-def check_rows(rows: Sequence[Tensor], pad_to: int | None) -> int:
+def check_rows(rows: list[Tensor], pad_to: int | None) -> int:
     """Check the rows of a padding and return its bound S."""
     if not rows:
         raise ValueError("rows is empty; at least one row is needed to know K, C, dtype and device")
-    if not _are_alike(rows):
-        _say_what_differs(rows)
-    longest = max(row.shape[1] for row in rows)
+    longest = _longest(rows)
     if pad_to is None:
         return longest
     pad_to = arguments.check_integer("pad_to", pad_to)
@@ -72,23 +70,17 @@ def check_rows(rows: Sequence[Tensor], pad_to: int | None) -> int:
     return pad_to
 
 
-def _are_alike(rows: Sequence[Tensor]) -> bool:
-    """Whether all are ``[K, seq, C]`` of one K, C, dtype and device; asked for every row of every call."""
-    first = rows[0]
-    if not isinstance(first, Tensor) or first.ndim != 3:
-        return False
-    num_frames, _, channels = first.shape
-    dtype, device = first.dtype, first.device
-    for row in rows:
-        if not isinstance(row, Tensor) or row.dtype is not dtype or row.device != device:
-            return False
-        shape = row.shape
-        if len(shape) != 3 or shape[0] != num_frames or shape[2] != channels:
-            return False
-    return True
+def _longest(rows: list[Tensor]) -> int:
+    """Return the largest seq of rows ``[K, seq, C]``; raise unless they have K, C, dtype and device in common."""
+    if _native.extension is not None and not torch.compiler.is_compiling():
+        longest = _native.extension.longest_row(rows, Tensor)
+        if longest >= 0:
+            return longest
+    _check_alike(rows)
+    return max(row.shape[1] for row in rows)
 
 
-def _say_what_differs(rows: Sequence[Tensor]) -> None:
+def _check_alike(rows: Sequence[Tensor]) -> None:
     for index, row in enumerate(rows):
         name = f"rows[{index}]"
         arguments.check_tensor(name, row)
@@ -106,12 +98,15 @@ def check_trim(latents: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:
     arguments.check_tensor("latents", latents)
     if latents.ndim != 4:
         raise ValueError(f"latents has {latents.ndim} axes; expected [N, K, S, C]")
-    counts = arguments.integers("lengths", lengths)
+    if isinstance(lengths, list) and {*map(type, lengths)} == {int}:
+        counts = lengths  # the usual case, without a look at each by itself
+    else:
+        counts = arguments.integers("lengths", lengths)
     if len(counts) != latents.shape[0]:
         raise ValueError(f"lengths has {len(counts)} values; latents has {latents.shape[0]} rows")
-    for index, count in enumerate(counts):
-        if not 0 <= count <= latents.shape[2]:
-            raise ValueError(f"lengths[{index}] is {count}; allowed: 0 to {latents.shape[2]}")
+    if counts and not 0 <= min(counts) <= max(counts) <= latents.shape[2]:
+        index = next(i for i, count in enumerate(counts) if not 0 <= count <= latents.shape[2])
+        raise ValueError(f"lengths[{index}] is {counts[index]}; allowed: 0 to {latents.shape[2]}")
     return counts
 
 

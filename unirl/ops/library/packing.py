@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unirl.ops import _native
+from unirl.ops import _native_packing
 from unirl.ops._backends import REFERENCE, default_backend
 from unirl.ops.packing import pad_latents_reference, trim_latents_reference
 
@@ -19,60 +19,11 @@ torch.library.define("unirl::pad_latents", "(Tensor[] rows, SymInt bound) -> Ten
 torch.library.define("unirl::trim_latents", "(Tensor latents, SymInt[] lengths) -> Tensor[]", tags=_TAGS)
 
 
-def _with_whole_tokens(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` ``[..., seq, C]`` when the values of a token are adjacent, else a contiguous copy."""
-    return tensor if tensor.is_contiguous() or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _packed(row: Tensor) -> tuple[int, int, int, int]:
-    """(address, frame stride, token stride, length) of a row ``[K, seq, C]``, strides in bytes."""
-    size, (frame, token, _) = row.element_size(), row.stride()
-    return row.data_ptr(), frame * size, token * size, row.shape[1]
-
-
-def _padded(latents: Tensor) -> tuple[int, int, int, int]:
-    """(address, row stride, frame stride, token stride) of ``[N, K, S, C]``, strides in bytes."""
-    size = latents.element_size()
-    return latents.data_ptr(), latents.stride(0) * size, latents.stride(1) * size, latents.stride(2) * size
-
-
-@torch.library.impl("unirl::pad_latents", "cpu")
-def _pad_latents_cpu(rows: Sequence[Tensor], bound: int) -> Tensor:
-    if default_backend("packing", "cpu") == REFERENCE:
+@torch.library.impl("unirl::pad_latents", ("cpu", "cuda"))
+def _pad_latents(rows: list[Tensor], bound: int) -> Tensor:
+    if default_backend("packing", rows[0].device.type) == REFERENCE:
         return pad_latents_reference(rows, bound)
-    whole = [_with_whole_tokens(row) for row in rows]
-    num_frames, _, channels = rows[0].shape
-    filled = [row for row in rows if row.numel()]  # an empty row lies nowhere
-    pinned = bool(filled) and all(row.is_pinned() for row in filled)
-    out = torch.empty((len(rows), num_frames, bound, channels), dtype=rows[0].dtype, pin_memory=pinned)
-    _native.kernels().pad_latents(
-        [_packed(row) for row in whole],
-        _padded(out),
-        num_frames,
-        bound,
-        channels * out.element_size(),
-        _native.num_threads(),
-    )
-    return out
-
-
-@torch.library.impl("unirl::pad_latents", "cuda")
-def _pad_latents_cuda(rows: Sequence[Tensor], bound: int) -> Tensor:
-    if default_backend("packing", "cuda") == REFERENCE:
-        return pad_latents_reference(rows, bound)
-    whole = [_with_whole_tokens(row) for row in rows]
-    num_frames, _, channels = rows[0].shape
-    out = rows[0].new_empty((len(rows), num_frames, bound, channels))
-    with torch.cuda.device(out.device):
-        _native.kernels().cuda_pad_latents(
-            [_packed(row) for row in whole],
-            _padded(out),
-            num_frames,
-            bound,
-            channels * out.element_size(),
-            torch.cuda.current_stream().cuda_stream,
-        )
-    return out
+    return _native_packing.pad(rows, bound)
 
 
 @torch.library.register_fake("unirl::pad_latents")
@@ -80,43 +31,11 @@ def _pad_latents_fake(rows: Sequence[Tensor], bound: int) -> Tensor:
     return rows[0].new_empty((len(rows), rows[0].shape[0], bound, rows[0].shape[2]))
 
 
-@torch.library.impl("unirl::trim_latents", "cpu")
-def _trim_latents_cpu(latents: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    if default_backend("packing", "cpu") == REFERENCE:
+@torch.library.impl("unirl::trim_latents", ("cpu", "cuda"))
+def _trim_latents(latents: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    if default_backend("packing", latents.device.type) == REFERENCE:
         return trim_latents_reference(latents, lengths)
-    whole = _with_whole_tokens(latents)
-    _, num_frames, _, channels = latents.shape
-    pinned = latents.is_pinned()
-    rows = [
-        torch.empty((num_frames, length, channels), dtype=latents.dtype, pin_memory=pinned)
-        for length in lengths
-    ]
-    _native.kernels().trim_latents(
-        [_packed(row) for row in rows],
-        _padded(whole),
-        num_frames,
-        channels * latents.element_size(),
-        _native.num_threads(),
-    )
-    return rows
-
-
-@torch.library.impl("unirl::trim_latents", "cuda")
-def _trim_latents_cuda(latents: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    if default_backend("packing", "cuda") == REFERENCE:
-        return trim_latents_reference(latents, lengths)
-    whole = _with_whole_tokens(latents)
-    _, num_frames, _, channels = latents.shape
-    rows = [latents.new_empty((num_frames, length, channels)) for length in lengths]
-    with torch.cuda.device(latents.device):
-        _native.kernels().cuda_trim_latents(
-            [_packed(row) for row in rows],
-            _padded(whole),
-            num_frames,
-            channels * latents.element_size(),
-            torch.cuda.current_stream().cuda_stream,
-        )
-    return rows
+    return _native_packing.trim(latents, lengths)
 
 
 @torch.library.register_fake("unirl::trim_latents")
