@@ -353,19 +353,20 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("cuda_sibling_attention_query_tiles", unirl::cuda::sibling_attention_query_tiles);
   m.def("cuda_sibling_attention_key_tiles", unirl::cuda::sibling_attention_key_tiles);
+  m.def("cuda_sibling_attention_split_units", unirl::cuda::sibling_attention_split_units);
 
   // gradients: of out (given), query, key, value; buffers: prefix_key's and prefix_value's gradients of each row,
-  // row_stats, partial_query, progress, see cuda/sibling_prefix_attention.h.
+  // row_stats, partial_query, progress, split_sums, see cuda/sibling_prefix_attention.h.
   m.def(
       "cuda_sibling_attention_backward",
       [](const std::array<HeadedTuple, 6>& tensors, Address lse, Address prefix_lengths,
          const std::array<int64_t, 7>& sizes, bool float16, float scale, const std::array<HeadedTuple, 4>& gradients,
-         const std::array<Address, 5>& buffers, Address stream) {
+         const std::array<Address, 6>& buffers, Address stream) {
         unirl::cuda::sibling_attention_backward(
             sibling_attention(tensors, lse, prefix_lengths, sizes, float16, scale),
             {headed(gradients[0]), headed(gradients[1]), headed(gradients[2]), headed(gradients[3]),
              pointer<float>(buffers[0]), pointer<float>(buffers[1]), pointer<float>(buffers[2]),
-             pointer<float>(buffers[3]), pointer<int32_t>(buffers[4])},
+             pointer<float>(buffers[3]), pointer<int32_t>(buffers[4]), pointer<float>(buffers[5])},
             pointer<void>(stream));
       },
       no_gil);

@@ -301,6 +301,11 @@ __device__ __forceinline__ void store_relaxed(int32_t* address, int32_t value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Adds one, after what this thread has done before.
+__device__ __forceinline__ void count_release(int32_t* address) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(address) : "memory");
+}
+
 // Orders what this thread has seen or done before, other threads' work included, for the whole GPU.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 

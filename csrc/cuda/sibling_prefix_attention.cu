@@ -159,6 +159,7 @@ void launch_backward(const SiblingAttention& call, const SiblingAttentionGradien
   arguments.row_stats = gradients.row_stats;
   arguments.partial_query = gradients.partial_query;
   arguments.progress = gradients.progress;
+  arguments.split_sums = gradients.split_sums;
   arguments.grad_key[0] = const_cast<void*>(gradients.grad_key.data);
   arguments.grad_key[1] = const_cast<void*>(gradients.grad_value.data);
   arguments.grad_prefix[0] = gradients.grad_prefix_key;
@@ -176,6 +177,9 @@ void launch_backward(const SiblingAttention& call, const SiblingAttentionGradien
   arguments.query_tiles = static_cast<int32_t>(query_tiles);
   arguments.key_tiles = static_cast<int32_t>(key_tiles);
   arguments.num_units = static_cast<int32_t>(heads * key_tiles);
+  arguments.split_units = static_cast<int32_t>(sibling_attention_split_units(
+      call.num_rows, call.query_heads, call.key_heads, call.length, call.prefix_length));
+  arguments.split_threads = gradients.progress + 2 * static_cast<int64_t>(arguments.num_units);
 
   const auto kernel = sibling_attention_backward_kernel<C>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),
@@ -236,6 +240,18 @@ int64_t sibling_attention_query_tiles(int64_t length, int64_t query_heads, int64
 int64_t sibling_attention_key_tiles(int64_t length, int64_t prefix_length) {
   constexpr int kKeys = BackwardConfig<__nv_bfloat16>::kKeys;
   return ((prefix_length + kChunk - 1) / kChunk * kChunk + length + kKeys - 1) / kKeys;
+}
+
+// Whole rounds of units keep every block busy. What the last round would leave over, rounded up to whole heads because
+// the tiles of a head wait for one another, is split when each block needs to take one half at most.
+int64_t sibling_attention_split_units(int64_t num_rows, int64_t query_heads, int64_t key_heads, int64_t length,
+                                      int64_t prefix_length) {
+  const int64_t blocks = multiprocessors();
+  const int64_t key_tiles = sibling_attention_key_tiles(length, prefix_length);
+  const int64_t units = num_rows * key_heads * key_tiles;
+  if (units < blocks || sibling_attention_query_tiles(length, query_heads, key_heads) < 2) return 0;
+  const int64_t split = (units % blocks + key_tiles - 1) / key_tiles * key_tiles;
+  return 2 * split <= blocks ? split : 0;
 }
 
 void sibling_attention_backward(const SiblingAttention& call, const SiblingAttentionGradients& gradients,

@@ -49,12 +49,17 @@ struct SiblingAttentionGradients {
   float* grad_prefix_value;    // likewise
   float* row_stats;            // [N, Hk, query tiles, 2, 64], scratch
   float* partial_query;        // [N, Hk, query tiles, 64, D], scratch
-  int32_t* progress;           // [N, Hk, key tiles, 2], zero
+  int32_t* progress;           // 2 N Hk key tiles + split units, zero
+  float* split_sums;           // [split units, 2, 128, D], scratch
 };
 
 // Query and key tiles of each row and key head, which size the scratch buffers.
 int64_t sibling_attention_query_tiles(int64_t length, int64_t query_heads, int64_t key_heads);
 int64_t sibling_attention_key_tiles(int64_t length, int64_t prefix_length);
+
+// Units of the backward pass (a key tile of a row and key head) that two blocks share, on the current device.
+int64_t sibling_attention_split_units(int64_t num_rows, int64_t query_heads, int64_t key_heads, int64_t length,
+                                      int64_t prefix_length);
 
 // `call` holds the forward's tensors, `out` and `lse` its results.
 void sibling_attention_backward(const SiblingAttention& call, const SiblingAttentionGradients& gradients,

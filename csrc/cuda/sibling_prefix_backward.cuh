@@ -12,6 +12,10 @@
 // started. One warp follows the predecessor's progress, two more publish this block's; the warpgroups that compute
 // look at counters in shared memory.
 //
+// When the last round of units leaves most blocks idle, some units are split: one block takes the first half of the
+// query tiles before its other units, another the second half after its own. Sums go on from where they were left, so
+// that a split changes no bit.
+//
 // The gradients of a shared prefix are written for each row separately (float32) and summed by the caller.
 #pragma once
 
@@ -36,6 +40,8 @@ struct BackwardArguments {
   const float* row_stats;  // [N, Hk, query tiles, 2, 64]: log2-sum-exp, inner product of output and its gradient
   float* partial_query;    // [N, Hk, query tiles, 2, 8, 128, 4]: unscaled dQ, in the order of the registers
   int32_t* progress;       // [N, Hk, key tiles, 2], zero: query tiles to which a unit's warpgroups have added
+  float* split_sums;       // [split units, 2, 2, 16, 128, 4]: dK and dV of each warpgroup, in the order of the registers
+  int32_t* split_threads;  // [split units], zero: threads that have left their sums
   void* grad_key[2];       // keys, values: [N, Hk, L, D]
   float* grad_prefix[2];   // [N, Hk, P, D], contiguous
   int64_t grad_key_strides[2][3];
@@ -50,6 +56,7 @@ struct BackwardArguments {
   int32_t query_tiles;  // of a row and key head
   int32_t key_tiles;    // of a row with the longest prefix
   int32_t num_units;    // rows * key heads * key_tiles
+  int32_t split_units;  // the first so many, at most half the number of blocks
 };
 
 struct BackwardBarriers {
@@ -96,9 +103,27 @@ struct BackwardConfig {
   static_assert(kSharedBytes <= 232448);
 };
 
-// One unit of work: a tile of keys of a row and key head.
+// A block's units in order: the first half of a split one, whole ones, the second half of a split one. No block has
+// halves of both kinds. -1 is the end.
+__device__ __forceinline__ int whole_or_last_unit(const BackwardArguments& arguments, int index) {
+  if (index < arguments.num_units) return index;
+  return max(-1, static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - arguments.split_units));
+}
+
+__device__ __forceinline__ int first_unit(const BackwardArguments& arguments) {
+  const int block = static_cast<int>(blockIdx.x), split = arguments.split_units;
+  return block < split ? block : whole_or_last_unit(arguments, split + block);
+}
+
+__device__ __forceinline__ int next_unit(const BackwardArguments& arguments, int index) {
+  const int block = static_cast<int>(blockIdx.x), split = arguments.split_units;
+  if (index >= split) return whole_or_last_unit(arguments, index + static_cast<int>(gridDim.x));
+  return block < split ? whole_or_last_unit(arguments, split + block) : -1;
+}
+
+// One unit of work: a tile of keys of a row and key head, and the query tiles `first` .. `end` - 1 of the head.
 struct KeyUnit {
-  int head, row, key_head, group, prefix, padded, tile, tiles;
+  int head, row, key_head, group, prefix, padded, tile, tiles, first, end;
 
   template <typename C>
   __device__ static KeyUnit at(const BackwardArguments& arguments, int index) {
@@ -115,6 +140,10 @@ struct KeyUnit {
     }
     unit.padded = (unit.prefix + kChunk - 1) / kChunk * kChunk;
     unit.tiles = (unit.padded + arguments.length + C::kKeys - 1) / C::kKeys;
+    const bool is_split = index < arguments.split_units;
+    const bool begins = static_cast<int>(blockIdx.x) < arguments.split_units;
+    unit.first = is_split && !begins ? arguments.query_tiles / 2 : 0;
+    unit.end = is_split && begins ? arguments.query_tiles / 2 : arguments.query_tiles;
     return unit;
   }
 };
@@ -126,11 +155,16 @@ __device__ void feed_backward(const BackwardArguments& arguments, uint32_t share
                               int lane) {
   uint32_t units = 0;
   uint32_t count = 0;  // query tiles fed
-  for (int index = blockIdx.x; index < arguments.num_units; index += gridDim.x) {
+  for (int index = first_unit(arguments); index >= 0; index = next_unit(arguments, index)) {
     const KeyUnit unit = KeyUnit::at<C>(arguments, index);
     if (unit.tile >= unit.tiles) continue;
     barrier_wait(barriers.keys_empty(), (units & 1) ^ 1);
     ++units;
+    if (unit.first > 0 && lane == 0) {
+      while (load_acquire(arguments.split_threads + index) < 128 * kConsumers) {
+      }
+    }
+    __syncwarp();
     for (int operand = 0; operand < 2; ++operand) {
       feed_tile<C>(arguments, unit, operand, unit.tile * C::kKeys,
                    shared + (operand == 0 ? C::kKeyOffset : C::kValueOffset), barriers.keys_full(), lane);
@@ -140,7 +174,7 @@ __device__ void feed_backward(const BackwardArguments& arguments, uint32_t share
       const uint32_t bytes = C::kPanels * arguments.tokens * arguments.ratio * kRowBytes;
       const float* stats = arguments.row_stats +
                            static_cast<int64_t>(unit.head) * arguments.query_tiles * (2 * kTileRows);
-      for (int tile = 0; tile < arguments.query_tiles; ++tile, ++count) {
+      for (int tile = unit.first; tile < unit.end; ++tile, ++count) {
         const uint32_t stage = count % kBackwardStages;
         barrier_wait(barriers.rows_empty(stage), ((count / kBackwardStages) & 1) ^ 1);
         const Box at{0, unit.key_head * arguments.ratio, tile * arguments.tokens, 0, unit.row};
@@ -167,22 +201,25 @@ __device__ void feed_backward(const BackwardArguments& arguments, uint32_t share
 // One thread: lets both warpgroups add to the query tiles that the block before has added to.
 template <typename C>
 __device__ void follow_predecessor(const BackwardArguments& arguments, const BackwardBarriers& barriers) {
-  const int32_t tiles = arguments.query_tiles;
   int32_t before = 0;
-  for (int index = blockIdx.x; index < arguments.num_units; index += gridDim.x) {
+  for (int index = first_unit(arguments); index >= 0; index = next_unit(arguments, index)) {
     const KeyUnit unit = KeyUnit::at<C>(arguments, index);
     if (unit.tile >= unit.tiles) continue;
-    int32_t seen[2] = {0, 0};
-    while (seen[0] < tiles || seen[1] < tiles) {
+    int32_t seen[2] = {unit.first, unit.first};
+    while (seen[0] < unit.end || seen[1] < unit.end) {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        const int32_t now =
-            unit.tile == 0 ? tiles : load_acquire(arguments.progress + (static_cast<int64_t>(index) - 1) * 2 + group);
-        if (now > seen[group]) store_shared_release(barriers.allowed(group), before + now);
-        seen[group] = now;
+        int32_t now = unit.end;
+        if (unit.tile > 0) {
+          now = min(now, load_acquire(arguments.progress + (static_cast<int64_t>(index) - 1) * 2 + group));
+        }
+        if (now > seen[group]) {
+          store_shared_release(barriers.allowed(group), before + now - unit.first);
+          seen[group] = now;
+        }
       }
     }
-    before += tiles;
+    before += unit.end - unit.first;
   }
 }
 
@@ -191,14 +228,14 @@ __device__ void follow_predecessor(const BackwardArguments& arguments, const Bac
 template <typename C>
 __device__ void publish_progress(const BackwardArguments& arguments, const BackwardBarriers& barriers, int group) {
   uint32_t count = 0;
-  for (int index = blockIdx.x; index < arguments.num_units; index += gridDim.x) {
+  for (int index = first_unit(arguments); index >= 0; index = next_unit(arguments, index)) {
     const KeyUnit unit = KeyUnit::at<C>(arguments, index);
     if (unit.tile >= unit.tiles) continue;
-    for (int tile = 0; tile < arguments.query_tiles;) {
+    for (int tile = unit.first; tile < unit.end;) {
       const auto parity = [](uint32_t at) { return (at / kAddedSlots) & 1; };
       barrier_wait(barriers.added(group, count % kAddedSlots), parity(count));
       int ready = 1;
-      while (ready < kAddedSlots && tile + ready < arguments.query_tiles &&
+      while (ready < kAddedSlots && tile + ready < unit.end &&
              barrier_test(barriers.added(group, (count + ready) % kAddedSlots), parity(count + ready))) {
         ++ready;
       }
@@ -253,6 +290,49 @@ __device__ __forceinline__ void sum_over_keys(float (&sum)[kTileRows / 2], uint3
 
 __device__ __forceinline__ void load_pair(uint32_t address, float& first, float& second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address));
+}
+
+// Where a thread of a warpgroup leaves its sums of dK and dV of a split unit.
+__device__ __forceinline__ float4* place_of_sums(const BackwardArguments& arguments, int index, int group, int thread) {
+  return reinterpret_cast<float4*>(arguments.split_sums) + (static_cast<int64_t>(index) * 2 + group) * (2 * 16 * 128) +
+         thread;
+}
+
+// Leaves a thread's sums for the block that has the unit's second half.
+template <int kCount>
+__device__ __forceinline__ void leave_sums(const BackwardArguments& arguments, int index, int group, int thread,
+                                           const float (&key_grad)[kCount], const float (&value_grad)[kCount]) {
+  float4* place = place_of_sums(arguments, index, group, thread);
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const float* key = key_grad + 4 * i;
+    const float* value = value_grad + 4 * i;
+    __stcg(place + i * 128, make_float4(key[0], key[1], key[2], key[3]));
+    __stcg(place + (kCount / 4 + i) * 128, make_float4(value[0], value[1], value[2], value[3]));
+  }
+  // Each thread for itself: where one speaks for its warp, the compiler no longer knows that the warp's threads go
+  // together, and addresses of the loop move from uniform registers to those of the sums.
+  count_release(arguments.split_threads + index);
+}
+
+// Takes up the sums that the same thread of another block has left; the warp that feeds has waited for them.
+template <int kCount>
+__device__ __forceinline__ void take_sums(const BackwardArguments& arguments, int index, int group, int thread,
+                                          float (&key_grad)[kCount], float (&value_grad)[kCount]) {
+  const float4* place = place_of_sums(arguments, index, group, thread);
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const float4 key = __ldcg(place + i * 128);
+    const float4 value = __ldcg(place + (kCount / 4 + i) * 128);
+    key_grad[4 * i] = key.x;
+    key_grad[4 * i + 1] = key.y;
+    key_grad[4 * i + 2] = key.z;
+    key_grad[4 * i + 3] = key.w;
+    value_grad[4 * i] = value.x;
+    value_grad[4 * i + 1] = value.y;
+    value_grad[4 * i + 2] = value.z;
+    value_grad[4 * i + 3] = value.w;
+  }
 }
 
 // Adds a half tile's part of dQ to those of the blocks before, or stores it as the first.
@@ -317,7 +397,7 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
   uint32_t sums = 0;   // query tiles added to dQ
   int32_t allowed = 0; // query tiles to which it may add, as last seen
 
-  for (int index = blockIdx.x; index < arguments.num_units; index += gridDim.x) {
+  for (int index = first_unit(arguments); index >= 0; index = next_unit(arguments, index)) {
     KeyUnit unit = KeyUnit::at<C>(arguments, index);
     if (unit.tile >= unit.tiles) continue;
     const int first_key = unit.tile * C::kKeys;
@@ -330,11 +410,10 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       const int key = first_key + group * 64 + warp * 16 + lane / 4 + 8 * row;
       exists[row] = key < unit.prefix || (key >= unit.padded && key < end);
     }
-#pragma unroll
-    for (int i = 0; i < C::kHeadSize / 2; ++i) key_grad[i] = value_grad[i] = 0.0f;
     const bool first_to_add = unit.tile == 0;
     float* partial = arguments.partial_query + thread * 4 +
-                     (static_cast<int64_t>(unit.head) * arguments.query_tiles * 2 + group) * (kTileRows * kPanel);
+                     ((static_cast<int64_t>(unit.head) * arguments.query_tiles + unit.first) * 2 + group) *
+                         (kTileRows * kPanel);
 
     const auto begin_query_grad = [&](uint32_t at) {
       uint32_t panel_offset = group * C::kTilePanelBytes;
@@ -358,8 +437,14 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
 
     barrier_wait(barriers.keys_full(), units & 1);
     ++units;
+    if (unit.first == 0) {
+#pragma unroll
+      for (int i = 0; i < C::kHeadSize / 2; ++i) key_grad[i] = value_grad[i] = 0.0f;
+    } else {
+      take_sums(arguments, index, group, thread, key_grad, value_grad);
+    }
 #pragma unroll 1
-    for (int tile = 0; tile < arguments.query_tiles; ++tile, ++count) {
+    for (int step = 0; step < unit.end - unit.first; ++step, ++count) {
       const uint32_t stage = count % kBackwardStages;
       const uint32_t buffer = count % 2;
       const uint32_t parity = (count / kBackwardStages) & 1;
@@ -430,7 +515,7 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       sum_over_rows<C>(key_grad, packed_grads, rows);
       product_commit();
       // dQ of the tile before, for which the other warpgroup has had time.
-      if (tile > 0) begin_query_grad(count - 1);
+      if (step > 0) begin_query_grad(count - 1);
       product_wait<0>();
       pin(grads);
       pin(value_grad);
@@ -438,7 +523,7 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
       pin(weights);
       pin(packed_grads);
       release(barriers.rows_empty(stage), lane);
-      if (tile > 0) {
+      if (step > 0) {
         release(barriers.score_empty(buffer ^ 1), lane);
         add_next_query_grad();
       }
@@ -453,8 +538,12 @@ __device__ void compute_backward(const BackwardArguments& arguments, uint32_t sh
     int same_index = index;
     asm volatile("" : "+r"(same_index));
     unit = KeyUnit::at<C>(arguments, same_index);
-    write_key_grad<C>(arguments, unit, key_grad, 0, group, thread, arguments.scale);
-    write_key_grad<C>(arguments, unit, value_grad, 1, group, thread, 1.0f);
+    if (unit.end < arguments.query_tiles) {
+      leave_sums(arguments, same_index, group, thread, key_grad, value_grad);
+    } else {
+      write_key_grad<C>(arguments, unit, key_grad, 0, group, thread, arguments.scale);
+      write_key_grad<C>(arguments, unit, value_grad, 1, group, thread, 1.0f);
+    }
   }
 }
 
@@ -484,10 +573,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   }
   // Rows of a tile that hold no query are never copied to; as zeros they add nothing.
-  for (uint32_t at = threadIdx.x * 16; at < 2 * kBackwardStages * C::kRowTileBytes; at += kThreads * 16) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + C::kQueryOffset + at), "r"(0) : "memory");
-  }
-  fence_shared_for_copies();
+  zero_shared(shared + C::kQueryOffset, 2 * kBackwardStages * C::kRowTileBytes);
   __syncthreads();
 
   const int group = static_cast<int>(threadIdx.x) / 128;

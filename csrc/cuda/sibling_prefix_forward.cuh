@@ -354,38 +354,40 @@ __device__ __forceinline__ void restore_scores(float (&scores)[C::kKeys / 2], co
   }
 }
 
-// The softmax of a later tile, all 32 lanes together: scores become weights. Returns whether a row of this warp
-// follows; `rescale` then holds what earlier results are multiplied by. The keys and the query must still be there.
+// Turns a later tile's scores into weights with the references that there are. Returns whether a row of this warp has
+// to follow.
 template <typename C>
-__device__ __forceinline__ bool continue_softmax(float (&scores)[C::kKeys / 2], RowState& state, float scale_log2,
-                                                 const uint32_t (&query)[C::kHeadSize / 4], uint32_t keys, int from,
-                                                 int to, int lane, float (&rescale)[2]) {
+__device__ __forceinline__ bool weigh_tile(float (&scores)[C::kKeys / 2], const RowState& state, float scale_log2,
+                                           float (&sums)[2]) {
   constexpr float kLargest = kLargestSum<typename C::Element>;
-  float sums[2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) sums[row] = weigh_row(scores, row, state.reference[row], scale_log2);
-  const bool moved = __any_sync(kAllLanes, sums[0] > kLargest || sums[1] > kLargest) != 0;
-  if (moved) {
-    bool follows[2];
+  return __any_sync(kAllLanes, sums[0] > kLargest || sums[1] > kLargest) != 0;
+}
+
+// Moves the references of the rows that have to follow, and weighs them again; `rescale` then holds what earlier
+// results are multiplied by.
+template <typename C>
+__device__ __forceinline__ void follow_scores(float (&scores)[C::kKeys / 2], RowState& state, float scale_log2,
+                                              const uint32_t (&query)[C::kHeadSize / 4], uint32_t keys, int from,
+                                              int to, int lane, float (&sums)[2], float (&rescale)[2]) {
+  bool follows[2];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      follows[row] = (__ballot_sync(kAllLanes, sums[row] > kLargest) >> (lane & ~3) & 0xFu) != 0;
-    }
-    restore_scores<C>(scores, follows, query, keys, from, to, lane);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float reference = largest_of_quad(largest_of_row(scores, row));
-      rescale[row] = follows[row] ? exp2_approximate((state.reference[row] - reference) * scale_log2) : 1.0f;
-      if (follows[row]) {
-        state.reference[row] = reference;
-        sums[row] = weigh_row(scores, row, reference, scale_log2);
-      }
-      state.sum[row] *= rescale[row];
-    }
+  for (int row = 0; row < 2; ++row) {
+    const bool outgrown = sums[row] > kLargestSum<typename C::Element>;
+    follows[row] = (__ballot_sync(kAllLanes, outgrown) >> (lane & ~3) & 0xFu) != 0;
   }
-  state.sum[0] += sums[0];
-  state.sum[1] += sums[1];
-  return moved;
+  restore_scores<C>(scores, follows, query, keys, from, to, lane);
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float reference = largest_of_quad(largest_of_row(scores, row));
+    rescale[row] = follows[row] ? exp2_approximate((state.reference[row] - reference) * scale_log2) : 1.0f;
+    if (follows[row]) {
+      state.reference[row] = reference;
+      sums[row] = weigh_row(scores, row, reference, scale_log2);
+    }
+    state.sum[row] *= rescale[row];
+  }
 }
 
 template <typename C>
@@ -395,6 +397,14 @@ __device__ __forceinline__ void pack_weights(const float (&scores)[C::kKeys / 2]
   for (int i = 0; i < C::kKeys / 4; ++i) {
     weights[i] = pack_pair<typename C::Element>(scores[2 * i], scores[2 * i + 1]);
   }
+}
+
+// By all threads of a block, before a barrier of theirs; `bytes` is a multiple of 16.
+__device__ __forceinline__ void zero_shared(uint32_t address, uint32_t bytes) {
+  for (uint32_t at = threadIdx.x * 16; at < bytes; at += kThreads * 16) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address + at), "r"(0) : "memory");
+  }
+  fence_shared_for_copies();
 }
 
 // One arrival a warp.
@@ -420,7 +430,6 @@ __device__ void compute(const ForwardArguments& arguments, uint32_t shared, cons
   float out[C::kHeadSize / 2];
   uint32_t weights[C::kKeys / 4];
   RowState state;
-  float rescale[2];
 
   if (group == 1) named_arrive(other_turn, 256);
   uint32_t count = 0;  // tiles before the one whose values come next
@@ -450,40 +459,66 @@ __device__ void compute(const ForwardArguments& arguments, uint32_t shared, cons
 #pragma unroll
     for (int i = 0; i < C::kHeadSize / 2; ++i) out[i] = 0.0f;
 
-#pragma unroll 1
-    for (int tile = unit.tiles - 2; tile >= 0; --tile, ++count) {
-      const uint32_t next = count + 1;
-      barrier_wait(barriers.full(0, next % kStages), (next / kStages) & 1);
-      named_sync(my_turn, 256);
-      pin(scores);
-      pin(out);
-      pin(weights);
-      product_begin();
-      score_product<C>(scores, query, keys + (next % kStages) * C::kTileBytes);
-      product_commit();
-      barrier_wait(barriers.full(1, count % kStages), (count / kStages) & 1);
-      value_product<C>(out, weights, values + (count % kStages) * C::kTileBytes);
-      product_commit();
-      named_arrive(other_turn, 256);
-      product_wait<1>();
-      pin(scores);
-      const int from = tile == padding_tile ? unit.prefix - tile * C::kKeys : 0;
-      const int to = tile == padding_tile ? unit.padded - tile * C::kKeys : 0;
-      if (tile == padding_tile) mask_scores(scores, from, to, lane);
-      const bool moved = continue_softmax<C>(scores, state, scale_log2, query,
-                                             keys + (next % kStages) * C::kTileBytes, from, to, lane, rescale);
+    // What follows a tile's softmax.
+    const auto finish_tile = [&](const float (&sums)[2]) {
       __syncwarp();
-      release(barriers.empty(0, next % kStages), lane);
+      release(barriers.empty(0, (count + 1) % kStages), lane);
+      state.sum[0] += sums[0];
+      state.sum[1] += sums[1];
       hold_back(state.sum[0], state.sum[1], values);
       product_wait<0>();
       pin(out);
       pin(weights);
       release(barriers.empty(1, count % kStages), lane);
       pack_weights<C>(scores, weights);
-      if (moved) {
+      ++count;
+    };
+    int tile = unit.tiles - 2;
+    while (tile >= 0) {
+      // Tiles that need nothing more have a loop of their own, short enough for the instruction cache.
+      float sums[2];
+      bool follows = false;
+#pragma unroll 1
+      for (; tile >= 0; --tile) {
+        const uint32_t next = count + 1;
+        barrier_wait(barriers.full(0, next % kStages), (next / kStages) & 1);
+        named_sync(my_turn, 256);
+        pin(scores);
+        pin(out);
+        pin(weights);
+        product_begin();
+        score_product<C>(scores, query, keys + (next % kStages) * C::kTileBytes);
+        product_commit();
+        barrier_wait(barriers.full(1, count % kStages), (count / kStages) & 1);
+        value_product<C>(out, weights, values + (count % kStages) * C::kTileBytes);
+        product_commit();
+        named_arrive(other_turn, 256);
+        product_wait<1>();
+        pin(scores);
+        if (tile == padding_tile) break;
+        follows = weigh_tile<C>(scores, state, scale_log2, sums);
+        if (follows) break;
+        finish_tile(sums);
+      }
+      if (tile < 0) break;
+      int from = 0, to = 0;
+      if (tile == padding_tile) {
+        from = unit.prefix - tile * C::kKeys;
+        to = unit.padded - tile * C::kKeys;
+        mask_scores(scores, from, to, lane);
+        follows = weigh_tile<C>(scores, state, scale_log2, sums);
+      }
+      float rescale[2] = {1.0f, 1.0f};
+      if (follows) {
+        follow_scores<C>(scores, state, scale_log2, query, keys + ((count + 1) % kStages) * C::kTileBytes, from, to,
+                         lane, sums, rescale);
+      }
+      finish_tile(sums);
+      if (follows) {
 #pragma unroll
         for (int i = 0; i < C::kHeadSize / 2; ++i) out[i] *= rescale[(i / 2) % 2];
       }
+      --tile;
     }
 
     barrier_wait(barriers.full(1, count % kStages), (count / kStages) & 1);
@@ -564,6 +599,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     barrier_init_fence();
   }
+  // Rows of a tile that hold no query are never copied to. What an earlier kernel left there could outgrow any reference
+  // and send the warp that has them the long way, tile after tile.
+  zero_shared(shared + C::kQueryOffset, kConsumers * C::kQueryBytes);
   __syncthreads();
 
   const int group = static_cast<int>(threadIdx.x) / 128;

@@ -13,6 +13,7 @@ using namespace unirl::test;
 namespace {
 
 constexpr int64_t kTileRows = 64;  // of a query tile in the scratch buffers
+constexpr int64_t kTileKeys = 128;  // of a key tile there
 const int kHostThreads = static_cast<int>(std::thread::hardware_concurrency());
 
 struct Case {
@@ -199,7 +200,10 @@ std::vector<float> backward(const Problem& p, Call& on, bool poison, std::vector
   const int64_t query_tiles = cuda::sibling_attention_query_tiles(s.length, s.query_heads, s.key_heads);
   const int64_t key_tiles = cuda::sibling_attention_key_tiles(s.length, s.prefix_length);
   Twin grad_prefix_key(4 * heads * s.prefix_length * s.head_size), grad_prefix_value(grad_prefix_key.bytes());
-  Twin row_stats(4 * heads * query_tiles * 2 * kTileRows), progress(4 * heads * key_tiles * 2);
+  const int64_t split = cuda::sibling_attention_split_units(s.num_rows, s.query_heads, s.key_heads, s.length,
+                                                            s.prefix_length);
+  Twin row_stats(4 * heads * query_tiles * 2 * kTileRows), progress(4 * (heads * key_tiles * 2 + split));
+  Twin split_sums(4 * split * 2 * kTileKeys * s.head_size);
   Twin partial_query(4 * heads * query_tiles * kTileRows * s.head_size);
   grad_out.set(p.grad_out);
   grad_prefix_key.upload();
@@ -209,15 +213,16 @@ std::vector<float> backward(const Problem& p, Call& on, bool poison, std::vector
   if (poison) {
     row_stats.upload();
     partial_query.upload();
+    split_sums.upload();
   }
   cuda::sibling_attention_backward(
       on.call,
       {grad_out.tensor(), grad_query.tensor(), grad_key.tensor(), grad_value.tensor(), grad_prefix_key.device<float>(),
        grad_prefix_value.device<float>(), row_stats.device<float>(), partial_query.device<float>(),
-       progress.device<int32_t>()},
+       progress.device<int32_t>(), split_sums.device<float>()},
       nullptr);
   cuda::check(cudaDeviceSynchronize(), "sibling_attention_backward");
-  for (Twin* scratch : {&row_stats, &partial_query, &progress}) scratch->download();
+  for (Twin* scratch : {&row_stats, &partial_query, &progress, &split_sums}) scratch->download();
   grads[0] = grad_query.get();
   grads[1] = grad_key.get();
   grads[2] = grad_value.get();
@@ -324,10 +329,11 @@ int main() {
         {1, 1, 8, 1, 1, 1, 128, false, false, true, 1},       // one key of each kind
         {3, 1, 5, 1, 7, 13, 128, true, true, true, 3},        // prefixes of 10, 0 and 0 keys
         {1, 1, 64, 1, 150, 0, 128, false, false, false, 1},   // no prefix, one token a query tile
-        {5, 3, 18, 6, 51, 100, 128, true, false, true, 1},    // more units than the GPU has multiprocessors
+        {5, 3, 18, 6, 51, 100, 128, true, false, true, 1},    // more units than an H100 has multiprocessors, some split
         {1, 2, 7, 1, 33, 515, 128, false, true, true, 4},     // a long prefix
         {1, 2, 8, 2, 257, 77, 64, false, true, true, 3},
         {2, 2, 6, 2, 100, 150, 64, true, false, false, 1},
+        {1, 2, 8, 2, 257, 277, 64, false, false, true, 60},   // scores that outgrow those of the first tile
         {5, 4, 7, 7, 129, 1, 64, false, false, true, 1},
     };
     for (const Case& c : cases) {

@@ -18,6 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_RATIO = 64
 _ALIGNMENT_BYTES = 16
 _TILE_ROWS = 64  # of a query tile in the backward kernel
+_TILE_KEYS = 128  # of a key tile there
 
 
 def why_missing(device_index: int) -> str | None:
@@ -170,12 +171,17 @@ def backward(
     row_stats = scratch(num_rows, key_heads, tiles, 2, _TILE_ROWS)
     partial_query = scratch(num_rows, key_heads, tiles, _TILE_ROWS, head_size)
     key_tiles = _native.kernels().cuda_sibling_attention_key_tiles(length, prefix_length)
-    progress = torch.zeros((num_rows, key_heads, key_tiles, 2), dtype=torch.int32, device=query.device)
     with torch.cuda.device(query.device):
+        split = _native.kernels().cuda_sibling_attention_split_units(
+            num_rows, query_heads, key_heads, length, prefix_length
+        )
+        split_sums = scratch(split, 2, _TILE_KEYS, head_size)
+        num_flags = 2 * num_rows * key_heads * key_tiles + split
+        progress = torch.zeros(num_flags, dtype=torch.int32, device=query.device)
         _native.kernels().cuda_sibling_attention_backward(
             *_call(query, key, value, prefix_key, prefix_value, out, lse, prefix_lengths, scale),
             [headed(tensor) for tensor in (grad_out, *grads)],
-            [tensor.data_ptr() for tensor in (*prefix_grads, row_stats, partial_query, progress)],
+            [tensor.data_ptr() for tensor in (*prefix_grads, row_stats, partial_query, progress, split_sums)],
             torch.cuda.current_stream().cuda_stream,
         )
     summed = [grad.sum(1) if num_rows > groups else grad[:, 0] for grad in prefix_grads]
