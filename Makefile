@@ -33,7 +33,7 @@ TEST_WORKERS ?= 2
 PURE := unirl/ops unirl/types unirl/sde unirl/schedule unirl/config unirl/parity unirl/metrics \
 	unirl/protocols.py unirl/rollout/async_runtime.py
 
-OPERATORS := sibling_prefix_attention packing digest flow guidance
+OPERATORS := sibling_prefix_attention packing digest flow guidance bagel
 LOOPS := digits_learning async_overlap handover schedule storage soak
 BENCH ?= --seconds 30
 

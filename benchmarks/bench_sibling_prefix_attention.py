@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a shared prefix against its peers: forward, forward and backward, peak memory, error.
 
-    python benchmarks/bench_sibling_prefix_attention.py [--slow-peers] [--seconds 30] [--quick] [--results FOLDER]
+    python benchmarks/bench_sibling_prefix_attention.py [--slow-peers] [--shapes 0123] [--seconds 30] [--quick] [--results FOLDER]
 
 FLOP are counted as 4 N Hq L (P + L) D forward and 2.5 times that backward, whoever computes them. How a peer gets its keys and
 values: "joined", already concatenated; "+ cat", built in the timed call, as a model without this operator does; "+ own rows
@@ -254,10 +254,11 @@ def measure_shape(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parser(__doc__).parse_args(argv)
+    command = parser(__doc__)
+    command.add_argument("--shapes", default="0123", help="some of the four shapes on a GPU: 0, 1, 2, 3")
+    options = command.parse_args(argv)
     shapes, dtype = SHAPES[device_of(options)]
-    if options.quick:
-        shapes = QUICK
+    shapes = QUICK if options.quick else [shape for i, shape in enumerate(shapes) if str(i) in options.shapes]
     with Bench("sibling_prefix_attention", options, num_cases=2 * len(shapes)) as bench:
         peers = stock_peers(bench.device, bench.slow_peers)
         for shape in shapes:
