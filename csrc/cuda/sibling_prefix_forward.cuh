@@ -273,7 +273,7 @@ __device__ __forceinline__ void hold_back(float first, float second, uint32_t ad
 
 // The running softmax of the two rows that a thread holds a quarter of. Weights are 2^(scaled score - scaled
 // reference). The reference is the largest score of the row's first tile, and stays: to find every tile's largest
-// would take as long as two of the five other steps of the softmax. float32 sums and floating-point weights keep their
+// would hold up the matrix unit. float32 sums and floating-point weights keep their
 // precision far from 1, so that a later score may exceed the reference. Where a thread's sum of a tile grows beyond
 // kLargestSum, the row follows: the tile's scores are computed once more, and earlier results are multiplied by
 // 2^(old reference - new one). Each row follows or not by its own scores alone.
@@ -354,40 +354,39 @@ __device__ __forceinline__ void restore_scores(float (&scores)[C::kKeys / 2], co
   }
 }
 
-// Turns a later tile's scores into weights with the references that there are. Returns whether a row of this warp has
-// to follow.
+// The softmax of a later tile, all 32 lanes together: scores become weights. Returns whether a row of this warp
+// follows; `rescale` then holds what earlier results are multiplied by. The keys and the query must still be there.
+// Warps of a warpgroup may differ in this, so nothing in the branch may be an instruction of the warpgroup.
 template <typename C>
-__device__ __forceinline__ bool weigh_tile(float (&scores)[C::kKeys / 2], const RowState& state, float scale_log2,
-                                           float (&sums)[2]) {
+__device__ __forceinline__ bool continue_softmax(float (&scores)[C::kKeys / 2], RowState& state, float scale_log2,
+                                                 const uint32_t (&query)[C::kHeadSize / 4], uint32_t keys, int from,
+                                                 int to, int lane, float (&rescale)[2]) {
   constexpr float kLargest = kLargestSum<typename C::Element>;
+  float sums[2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) sums[row] = weigh_row(scores, row, state.reference[row], scale_log2);
-  return __any_sync(kAllLanes, sums[0] > kLargest || sums[1] > kLargest) != 0;
-}
-
-// Moves the references of the rows that have to follow, and weighs them again; `rescale` then holds what earlier
-// results are multiplied by.
-template <typename C>
-__device__ __forceinline__ void follow_scores(float (&scores)[C::kKeys / 2], RowState& state, float scale_log2,
-                                              const uint32_t (&query)[C::kHeadSize / 4], uint32_t keys, int from,
-                                              int to, int lane, float (&sums)[2], float (&rescale)[2]) {
-  bool follows[2];
+  const bool moved = __any_sync(kAllLanes, sums[0] > kLargest || sums[1] > kLargest) != 0;
+  if (moved) {
+    bool follows[2];
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const bool outgrown = sums[row] > kLargestSum<typename C::Element>;
-    follows[row] = (__ballot_sync(kAllLanes, outgrown) >> (lane & ~3) & 0xFu) != 0;
-  }
-  restore_scores<C>(scores, follows, query, keys, from, to, lane);
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const float reference = largest_of_quad(largest_of_row(scores, row));
-    rescale[row] = follows[row] ? exp2_approximate((state.reference[row] - reference) * scale_log2) : 1.0f;
-    if (follows[row]) {
-      state.reference[row] = reference;
-      sums[row] = weigh_row(scores, row, reference, scale_log2);
+    for (int row = 0; row < 2; ++row) {
+      follows[row] = (__ballot_sync(kAllLanes, sums[row] > kLargest) >> (lane & ~3) & 0xFu) != 0;
     }
-    state.sum[row] *= rescale[row];
+    restore_scores<C>(scores, follows, query, keys, from, to, lane);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float reference = largest_of_quad(largest_of_row(scores, row));
+      rescale[row] = follows[row] ? exp2_approximate((state.reference[row] - reference) * scale_log2) : 1.0f;
+      if (follows[row]) {
+        state.reference[row] = reference;
+        sums[row] = weigh_row(scores, row, reference, scale_log2);
+      }
+      state.sum[row] *= rescale[row];
+    }
   }
+  state.sum[0] += sums[0];
+  state.sum[1] += sums[1];
+  return moved;
 }
 
 template <typename C>
@@ -430,6 +429,7 @@ __device__ void compute(const ForwardArguments& arguments, uint32_t shared, cons
   float out[C::kHeadSize / 2];
   uint32_t weights[C::kKeys / 4];
   RowState state;
+  float rescale[2];
 
   if (group == 1) named_arrive(other_turn, 256);
   uint32_t count = 0;  // tiles before the one whose values come next
@@ -459,66 +459,40 @@ __device__ void compute(const ForwardArguments& arguments, uint32_t shared, cons
 #pragma unroll
     for (int i = 0; i < C::kHeadSize / 2; ++i) out[i] = 0.0f;
 
-    // What follows a tile's softmax.
-    const auto finish_tile = [&](const float (&sums)[2]) {
+#pragma unroll 1
+    for (int tile = unit.tiles - 2; tile >= 0; --tile, ++count) {
+      const uint32_t next = count + 1;
+      barrier_wait(barriers.full(0, next % kStages), (next / kStages) & 1);
+      named_sync(my_turn, 256);
+      pin(scores);
+      pin(out);
+      pin(weights);
+      product_begin();
+      score_product<C>(scores, query, keys + (next % kStages) * C::kTileBytes);
+      product_commit();
+      barrier_wait(barriers.full(1, count % kStages), (count / kStages) & 1);
+      value_product<C>(out, weights, values + (count % kStages) * C::kTileBytes);
+      product_commit();
+      named_arrive(other_turn, 256);
+      product_wait<1>();
+      pin(scores);
+      const int from = tile == padding_tile ? unit.prefix - tile * C::kKeys : 0;
+      const int to = tile == padding_tile ? unit.padded - tile * C::kKeys : 0;
+      if (tile == padding_tile) mask_scores(scores, from, to, lane);
+      const bool moved = continue_softmax<C>(scores, state, scale_log2, query,
+                                             keys + (next % kStages) * C::kTileBytes, from, to, lane, rescale);
       __syncwarp();
-      release(barriers.empty(0, (count + 1) % kStages), lane);
-      state.sum[0] += sums[0];
-      state.sum[1] += sums[1];
+      release(barriers.empty(0, next % kStages), lane);
       hold_back(state.sum[0], state.sum[1], values);
       product_wait<0>();
       pin(out);
       pin(weights);
       release(barriers.empty(1, count % kStages), lane);
       pack_weights<C>(scores, weights);
-      ++count;
-    };
-    int tile = unit.tiles - 2;
-    while (tile >= 0) {
-      // Tiles that need nothing more have a loop of their own, short enough for the instruction cache.
-      float sums[2];
-      bool follows = false;
-#pragma unroll 1
-      for (; tile >= 0; --tile) {
-        const uint32_t next = count + 1;
-        barrier_wait(barriers.full(0, next % kStages), (next / kStages) & 1);
-        named_sync(my_turn, 256);
-        pin(scores);
-        pin(out);
-        pin(weights);
-        product_begin();
-        score_product<C>(scores, query, keys + (next % kStages) * C::kTileBytes);
-        product_commit();
-        barrier_wait(barriers.full(1, count % kStages), (count / kStages) & 1);
-        value_product<C>(out, weights, values + (count % kStages) * C::kTileBytes);
-        product_commit();
-        named_arrive(other_turn, 256);
-        product_wait<1>();
-        pin(scores);
-        if (tile == padding_tile) break;
-        follows = weigh_tile<C>(scores, state, scale_log2, sums);
-        if (follows) break;
-        finish_tile(sums);
-      }
-      if (tile < 0) break;
-      int from = 0, to = 0;
-      if (tile == padding_tile) {
-        from = unit.prefix - tile * C::kKeys;
-        to = unit.padded - tile * C::kKeys;
-        mask_scores(scores, from, to, lane);
-        follows = weigh_tile<C>(scores, state, scale_log2, sums);
-      }
-      float rescale[2] = {1.0f, 1.0f};
-      if (follows) {
-        follow_scores<C>(scores, state, scale_log2, query, keys + ((count + 1) % kStages) * C::kTileBytes, from, to,
-                         lane, sums, rescale);
-      }
-      finish_tile(sums);
-      if (follows) {
+      if (moved) {
 #pragma unroll
         for (int i = 0; i < C::kHeadSize / 2; ++i) out[i] *= rescale[(i / 2) % 2];
       }
-      --tile;
     }
 
     barrier_wait(barriers.full(1, count % kStages), (count / kStages) & 1);
