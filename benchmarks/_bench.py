@@ -5,7 +5,7 @@ A device under load lowers its clock, so whoever runs after a hot neighbour look
 peers in a new random order, in bursts with a pause before each on a GPU, and medians are taken over the rounds. A burst
 on a GPU waits in its queue until the host is ahead: what the device needs and what the host needs are told apart.
 
-    python benchmarks/_bench.py [STEM ...]    # print and draw the newest run in results/ again
+    python benchmarks/_bench.py [STEM ...]    # print and draw the newest rows in results/ again
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
-from _plots import draw, newest_run
+from _plots import draw, newest_rows
 from _runs import IMAGES, RESULTS, ROOT, table
 
 OPERATORS = ("sibling_prefix_attention", "packing", "digest", "flow", "guidance", "bagel")
@@ -388,7 +388,7 @@ def main() -> None:
     for stem in stems.parse_args().stems:
         path = RESULTS / f"{stem}.jsonl"
         if path.exists():
-            rows = newest_run(path)
+            rows = newest_rows(path)
             print(f"\n== {stem}: {rows[0].get('hardware', rows[0].get('cpu'))}, {rows[0]['date']}")
             _print_rows(rows)
             print(draw(path, IMAGES))

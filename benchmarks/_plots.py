@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 
-def newest_run(path: Path) -> list[dict[str, Any]]:
-    """The rows of the newest run on a GPU, or of the newest on a CPU when there was none on a GPU."""
+def newest_rows(path: Path) -> list[dict[str, Any]]:
+    """The newest row of each case and peer, of the day of the newest run on a GPU, or on a CPU when there was none.
+
+    A run may be of some cases alone: each row says its commit.
+    """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    on_gpu = [row for row in rows if "hardware" in row]
-    candidates = on_gpu or rows
-    newest = max(_moment(row) for row in candidates)
-    return [row for row in candidates if _moment(row) == newest]
-
-
-def _moment(row: dict[str, Any]) -> str:
-    return row.get("at", row["date"])
+    candidates = [row for row in rows if "hardware" in row] or rows
+    day = max(row["date"] for row in candidates)
+    newest: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in sorted((row for row in candidates if row["date"] == day), key=lambda row: row.get("at", "")):
+        key = (row["op"], row["mode"], row.get("renorm"), row.get("dtype"), _case(row), row["provider"])
+        newest[tuple(map(str, key))] = row
+    return list(newest.values())
 
 
 def draw(path: Path, folder: Path) -> Path | None:
@@ -31,7 +33,7 @@ def draw(path: Path, folder: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [row for row in newest_run(path) if "of_matmul" in row or "of_copy" in row]
+    rows = [row for row in newest_rows(path) if "of_matmul" in row or "of_copy" in row]
     if not rows:
         return None
     panels: dict[str, list[dict[str, Any]]] = {}
@@ -51,7 +53,8 @@ def draw(path: Path, folder: Path) -> Path | None:
         _bars(axis, name, part)
     first = rows[0]
     where = first.get("hardware") or f"{first['cpu']}, {first['threads']} threads"
-    figure.suptitle(f"{where}, torch {first['torch']}, {first['date']}, {first['commit']}", fontsize=10)
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    figure.suptitle(f"{where}, torch {first['torch']}, {first['date']}, {commits}", fontsize=10)
     folder.mkdir(parents=True, exist_ok=True)
     image = folder / f"bench_{path.stem}.png"
     figure.savefig(image, dpi=90)

@@ -8,8 +8,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
-constexpr int64_t kChunk = kThreads * kUnroll;
-constexpr int64_t kMostGridZ = 65535;
 
 // The row table travels as a kernel parameter: no copy to the device, no synchronisation.
 template <int kRows>
@@ -19,8 +17,9 @@ struct Table {
 
 struct Sizes {
   int64_t num_frames;
-  int64_t run_words;  // words of a padded run (pad), or of the longest row's run (trim)
+  int64_t run_words;    // words of a padded run (pad), or of the longest row's run (trim)
   int64_t token_words;
+  int64_t chunks;       // blocks a run
 };
 
 // Byte offset of word `index` in a run whose tokens lie `stride` bytes apart.
@@ -38,41 +37,37 @@ __device__ Word zero_word() {
   return word;
 }
 
-// kPad: row -> padded with zeros behind; otherwise padded -> row. A block moves a chunk of a run: x is the chunk, y the
-// row, z the frame, so that nothing is divided to find them.
+// kPad: row -> padded with zeros behind; otherwise padded -> row.
 template <typename Word, bool kContiguous, bool kPad, int kRows>
-__global__ void __launch_bounds__(kThreads, kContiguous ? 8 : 1)
+__global__ void __launch_bounds__(kThreads)
     move_runs(const __grid_constant__ Table<kRows> table, PaddedTensor padded, Sizes sizes) {
-  const PackedRow& row = table.rows[blockIdx.y];
+  const int64_t run = blockIdx.x / sizes.chunks;
+  const int64_t chunk = blockIdx.x - run * sizes.chunks;
+  const int64_t frame = run % sizes.num_frames;
+  const PackedRow& row = table.rows[run / sizes.num_frames];
+  char* packed_run = row.data + frame * row.frame_stride;
+  char* padded_run = padded.data + (run / sizes.num_frames) * padded.row_stride + frame * padded.frame_stride;
   const int64_t real = row.length * sizes.token_words;
   const int64_t end = kPad ? sizes.run_words : real;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kChunk + threadIdx.x;
-  if (first >= end) return;
-  const int64_t source_stride = kPad ? row.token_stride : padded.token_stride;
-  const int64_t target_stride = kPad ? padded.token_stride : row.token_stride;
-  char* const padded_row = padded.data + blockIdx.y * padded.row_stride;
-  for (int64_t frame = blockIdx.z; frame < sizes.num_frames; frame += gridDim.z) {
-    char* const packed_run = row.data + frame * row.frame_stride;
-    char* const padded_run = padded_row + frame * padded.frame_stride;
-    const char* const source = kPad ? packed_run : padded_run;
-    char* const target = kPad ? padded_run : packed_run;
-    Word words[kUnroll];
+  const int64_t first = chunk * kThreads * kUnroll + threadIdx.x;
+  Word words[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int64_t index = first + i * kThreads;
-      words[i] = zero_word<Word>();
-      if (index < real) {
-        const int64_t at = offset_of<Word, kContiguous>(index, sizes.token_words, source_stride);
-        words[i] = *reinterpret_cast<const Word*>(source + at);
-      }
+  for (int i = 0; i < kUnroll; ++i) {
+    const int64_t index = first + i * kThreads;
+    words[i] = zero_word<Word>();
+    if (index < real) {
+      const char* source = kPad ? packed_run : padded_run;
+      const int64_t stride = kPad ? row.token_stride : padded.token_stride;
+      words[i] = *reinterpret_cast<const Word*>(source + offset_of<Word, kContiguous>(index, sizes.token_words, stride));
     }
+  }
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int64_t index = first + i * kThreads;
-      if (index < end) {
-        const int64_t at = offset_of<Word, kContiguous>(index, sizes.token_words, target_stride);
-        *reinterpret_cast<Word*>(target + at) = words[i];
-      }
+  for (int i = 0; i < kUnroll; ++i) {
+    const int64_t index = first + i * kThreads;
+    if (index < end) {
+      char* target = kPad ? padded_run : packed_run;
+      const int64_t stride = kPad ? padded.token_stride : row.token_stride;
+      *reinterpret_cast<Word*>(target + offset_of<Word, kContiguous>(index, sizes.token_words, stride)) = words[i];
     }
   }
 }
@@ -86,11 +81,10 @@ void launch_chunked(const std::vector<PackedRow>& rows, const PaddedTensor& padd
     std::copy(rows.begin() + first, rows.begin() + first + count, table.rows);
     PaddedTensor part = padded;
     part.data += static_cast<int64_t>(first) * padded.row_stride;
-    const int64_t chunks = (sizes.run_words + kChunk - 1) / kChunk;
-    if (chunks > 0x7FFFFFFF) throw std::runtime_error("packing: more than 2^31 - 1 blocks along a row");
-    const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(count),
-                    static_cast<unsigned>(std::min(sizes.num_frames, kMostGridZ)));
-    move_runs<Word, kContiguous, kPad, kRows><<<grid, kThreads, 0, stream>>>(table, part, sizes);
+    const int64_t blocks = static_cast<int64_t>(count) * sizes.num_frames * sizes.chunks;
+    if (blocks > 0x7FFFFFFF) throw std::runtime_error("packing: more than 2^31 - 1 blocks in one launch");
+    move_runs<Word, kContiguous, kPad, kRows>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(table, part, sizes);
     check(cudaGetLastError(), kPad ? "pad_latents" : "trim_latents");
   }
 }
@@ -102,6 +96,7 @@ void launch_word(const std::vector<PackedRow>& rows, const PaddedTensor& padded,
   sizes.num_frames = num_frames;
   sizes.token_words = token_bytes / static_cast<int64_t>(sizeof(Word));
   sizes.run_words = tokens * sizes.token_words;
+  sizes.chunks = (sizes.run_words + kThreads * kUnroll - 1) / (kThreads * kUnroll);
   const bool small = rows.size() <= 64;
   if (contiguous) {
     small ? launch_chunked<Word, true, kPad, 64>(rows, padded, sizes, stream)

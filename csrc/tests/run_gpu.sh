@@ -6,6 +6,11 @@
 #
 # Needs CMake, a C++ compiler and nvcc (CUDACXX, CUDA_HOME, PATH, /usr/local/cuda); takes ninja where it is found. Without a GPU
 # it builds and says what it skipped; without nvcc it says just that. UNIRL_CUDA_ARCHS: as in setup.py, default here "90+PTX".
+#
+# racecheck knows barriers, not order by acquire and release, nor that a warp's elected thread arrives for all of it. The attention's
+# backward has both: counters (load_shared_acquire, store_shared_release), and rows of statistics that the copy engine
+# writes (copy_bytes_to_shared) once a warp's elected thread has said that the warp has read them (load_pair). A race
+# between those is not counted; any other fails.
 set -euo pipefail
 csrc="$(cd "$(dirname "$0")/.." && pwd)"
 folder="${1:-build/native-tests/gpu}"
@@ -18,6 +23,12 @@ first_found() {
   for name in "$@"; do
     if command -v "$name"; then return; fi
   done
+}
+
+# Whether racecheck's report in a file names a race between other functions than the known ones.
+has_unknown_race() {
+  local known="load_shared_acquire|store_shared_release|copy_bytes_to_shared|load_pair"
+  [ -n "$(grep -oE "(Read|Write) access at .*\+0x" "$1" | grep -vE "$known")" ]
 }
 
 nvcc="$(first_found "${CUDACXX:-}" "${CUDA_HOME:+$CUDA_HOME/bin/nvcc}" nvcc /usr/local/cuda/bin/nvcc)"
@@ -36,6 +47,7 @@ ctest --test-dir "$folder" -L gpu --output-on-failure --timeout 120 || failed=1
 
 sanitizer="$(first_found compute-sanitizer "$(dirname "$nvcc")/compute-sanitizer" /usr/local/cuda/bin/compute-sanitizer)"
 if [ -z "$sanitizer" ]; then echo "compute-sanitizer is not found: the tests do not run under it"; fi
+mkdir -p "$folder/reports"
 for test in "$folder"/test_cuda_*; do
   name="$(basename "$test")"
   code=0
@@ -46,8 +58,15 @@ for test in "$folder"/test_cuda_*; do
     echo "== $name under $tool"
     start=$SECONDS
     code=0
-    timeout 300 "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 20 "$test" || code=$?
-    echo "== $name under $tool: exit status $code after $((SECONDS - start)) s"
+    report="$folder/reports/$name.$tool.txt"
+    timeout 300 "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 1000 "$test" > "$report" 2>&1 || code=$?
+    if [ "$tool" = racecheck ] && grep -q "RACECHECK SUMMARY" "$report" && ! has_unknown_race "$report"; then
+      if [ "$code" -ne 0 ]; then echo "only races that are none: $(grep -c "Race reported" "$report")"; fi
+      code=0
+    elif [ "$code" -ne 0 ]; then
+      head -n 60 "$report"
+    fi
+    echo "== $name under $tool: exit status $code after $((SECONDS - start)) s; $(grep SUMMARY "$report" || echo no summary)"
     if [ "$code" -ne 0 ]; then failed=1; fi
   done
 done

@@ -92,15 +92,24 @@ def test_rounds_end_with_the_seconds_but_not_before_the_third(load: Any) -> None
     assert timings["slow"].ms >= 10
 
 
-def test_plots_show_the_newest_run_and_prefer_a_gpu(load: Any, tmp_path: Path) -> None:
+def test_plots_show_the_newest_rows_and_prefer_a_gpu(load: Any, tmp_path: Path) -> None:
+    def row(day: int, hour: int, ms: int, provider: str, **more: Any) -> dict[str, Any]:
+        at = f"2026-01-{day:02d}"
+        columns = {"op": "x", "mode": "forward", "shape": {"N": 1}, "provider": provider}
+        return {"date": at, "at": f"{at}T{hour}", "ms": ms, **columns, **more}
+
+    gpu = {"hardware": "a GPU"}
     rows = [
-        {"date": "2026-01-01", "at": "2026-01-01T10", "hardware": "a GPU", "ms": 1},
-        {"date": "2026-01-01", "at": "2026-01-01T11", "hardware": "a GPU", "ms": 2},
-        {"date": "2026-01-02", "at": "2026-01-02T10", "ms": 3},
+        row(1, 10, 1, "removed since", **gpu),
+        row(2, 10, 2, "a peer", **gpu),
+        row(2, 10, 3, "ours", **gpu),
+        row(2, 11, 4, "ours", **gpu),
+        row(2, 12, 5, "ours", shape={"N": 2}, **gpu),
+        row(3, 10, 6, "ours"),
     ]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [row["ms"] for row in load("_plots").newest_run(path)] == [2]
+    assert sorted(row["ms"] for row in load("_plots").newest_rows(path)) == [2, 4, 5]
 
 
 def test_quick_bagel_run_agrees_with_the_plain_decoder(
