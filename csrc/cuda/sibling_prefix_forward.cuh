@@ -272,11 +272,11 @@ __device__ __forceinline__ void hold_back(float first, float second, uint32_t ad
 }
 
 // The running softmax of the two rows that a thread holds a quarter of. Weights are 2^(scaled score - scaled
-// reference). The reference is the largest score of the row's first tile, and stays: to find every tile's largest
-// would hold up the matrix unit. float32 sums and floating-point weights keep their
-// precision far from 1, so that a later score may exceed the reference. Where a thread's sum of a tile grows beyond
-// kLargestSum, the row follows: the tile's scores are computed once more, and earlier results are multiplied by
-// 2^(old reference - new one). Each row follows or not by its own scores alone.
+// reference). The reference is the largest score of the row's first tile, and stays: to find every tile's largest would
+// hold up the matrix unit. float32 sums and floating-point weights keep their precision far from 1, so that a later
+// score may exceed the reference. Where a thread's sum of a tile grows beyond kLargestSum, the row follows: the tile's
+// scores are computed once more, and earlier results are multiplied by 2^(old reference - new one). Each row follows or
+// not by its own scores alone.
 template <typename Element>
 constexpr float kLargestSum = std::is_same_v<Element, __nv_bfloat16> ? 0x1p64f : 0x1p14f;  // float16 ends at 2^16
 
