@@ -65,19 +65,19 @@ struct Packing {
     num_frames = whole.shape[1];
     bound = whole.shape[2];
     token_bytes = whole.shape[3] * bytes;
-    tokens_are_whole = whole.strides[3] == 1 || whole.shape[3] <= 1;
+    in_place = has_memory(whole) && (whole.strides[3] == 1 || whole.shape[3] <= 1);
     rows.reserve(tensors.size());
     for (const py::handle tensor : tensors) {
       const auto row = read(tensor);
       rows.push_back({data_of(row), row.strides[0] * bytes, row.strides[1] * bytes, row.shape[1]});
-      tokens_are_whole = tokens_are_whole && (row.strides[2] == 1 || row.shape[2] <= 1 || row.shape[1] == 0);
+      in_place = in_place && has_memory(row) && (row.strides[2] == 1 || row.shape[2] <= 1 || row.shape[1] == 0);
     }
   }
 
   std::vector<unirl::PackedRow> rows;
   unirl::PaddedTensor padded;
   int64_t num_frames, bound, token_bytes;
-  bool tokens_are_whole;  // the C values of every token are adjacent
+  bool in_place;  // all have memory, where the C values of every token are adjacent
 };
 
 // Length of the longest of `rows` [K, seq_i, C]; -1 unless all are tensors with memory and of one K, C, dtype and device.
@@ -253,10 +253,11 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("longest_row", longest_row);
 
-  // rows: list of [K, seq_i, C]; padded: [N, K, S, C]. False, and nothing is done, where a token's values lie apart.
+  // rows: list of [K, seq_i, C]; padded: [N, K, S, C]. False, and nothing is done, where a tensor has no memory or a
+  // token's values lie apart.
   m.def("pad_latents", [](const py::list& rows, const py::object& padded, int num_threads) {
     const Packing packing(rows, padded);
-    if (!packing.tokens_are_whole) return false;
+    if (!packing.in_place) return false;
     const py::gil_scoped_release no_gil_here;
     unirl::pad_latents(packing.rows, packing.padded, packing.num_frames, packing.bound, packing.token_bytes,
                        num_threads);
@@ -265,7 +266,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("trim_latents", [](const py::object& padded, const py::list& rows, int num_threads) {
     const Packing packing(rows, padded);
-    if (!packing.tokens_are_whole) return false;
+    if (!packing.in_place) return false;
     const py::gil_scoped_release no_gil_here;
     unirl::trim_latents(packing.rows, packing.padded, packing.num_frames, packing.token_bytes, num_threads);
     return true;
@@ -316,7 +317,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("cuda_pad_latents", [](const py::list& rows, const py::object& padded, Address stream) {
     const Packing packing(rows, padded);
-    if (!packing.tokens_are_whole) return false;
+    if (!packing.in_place) return false;
     const py::gil_scoped_release no_gil_here;
     unirl::cuda::pad_latents(packing.rows, packing.padded, packing.num_frames, packing.bound, packing.token_bytes,
                              pointer<void>(stream));
@@ -325,7 +326,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("cuda_trim_latents", [](const py::object& padded, const py::list& rows, Address stream) {
     const Packing packing(rows, padded);
-    if (!packing.tokens_are_whole) return false;
+    if (!packing.in_place) return false;
     const py::gil_scoped_release no_gil_here;
     unirl::cuda::trim_latents(packing.rows, packing.padded, packing.num_frames, packing.token_bytes,
                               pointer<void>(stream));

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unirl.ops import pad_latents, trim_latents
+from unirl.ops import _eager_packing, pad_latents, trim_latents
 
 BACKENDS = ("native", "reference")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool)
@@ -203,6 +203,35 @@ def test_results_stay_on_the_device_of_the_rows_whatever_the_default_device() ->
         parts = trim_latents(padded, [4, 1])
     assert padded.device.type == "cpu"
     assert all(map(torch.equal, parts, rows))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_tensor_that_stands_for_zeros_is_zeros(place: int) -> None:
+    rows = [torch.ones(2, 3, 4), torch.ones(2, 3, 4)]
+    rows[place] = torch._efficientzerotensor((2, 3, 4))
+    padded = pad_latents(rows, 5)
+    assert not padded[place].any() and padded[1 - place, :, :3].all()
+    assert not any(row.any() for row in trim_latents(torch._efficientzerotensor((2, 2, 3, 4)), [3, 2]))
+
+
+def test_a_tensor_that_stands_for_another_one_is_refused() -> None:
+    latents = torch._to_functional_tensor(torch.ones(2, 2, 3, 4))
+    with pytest.raises(ValueError, match="without memory"):
+        trim_latents(latents, [3, 2])
+    with pytest.raises(ValueError, match="without memory"):
+        pad_latents([torch.ones(2, 3, 4), latents[0]])
+
+
+@pytest.mark.parametrize("name", ["_len_torch_dispatch_stack", "_len_torch_function_stack"])
+def test_a_torch_that_cannot_say_who_watches_gets_the_operator(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [torch.randn(2, length, 3, requires_grad=True) for length in (4, 1)]
+    monkeypatch.delattr(torch._C, name)
+    assert not _eager_packing._nobody_watches()
+    padded = pad_latents(rows)
+    assert torch.equal(padded, pad_latents(rows, backend="reference"))
+    assert all(map(torch.equal, trim_latents(padded, [4, 1]), rows))
 
 
 class Recorder(TorchDispatchMode):

@@ -39,15 +39,18 @@ def trim(latents: Tensor, lengths: list[int]) -> list[Tensor]:
 
 
 def _nobody_watches() -> bool:
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch.jit.is_tracing()
-        or torch._C._autograd._profiler_enabled()
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    try:
+        return not (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_function_stack()
+            or torch._C._are_functorch_transforms_active()
+            or torch.jit.is_tracing()
+            or torch._C._autograd._profiler_enabled()
+            or torch.autograd.forward_ad._current_level >= 0
+        )
+    except AttributeError:  # a torch that answers one of these elsewhere
+        return False
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:

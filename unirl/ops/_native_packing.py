@@ -19,21 +19,32 @@ def pad(rows: list[Tensor], bound: int) -> Tensor:
     num_frames, _, channels = first.shape
     pinned = not first.is_cuda and _are_pinned(rows)
     padded = first.new_empty((len(rows), num_frames, bound, channels), pin_memory=pinned)
-    if not _run("pad_latents", padded.device, rows, padded):
-        _run("pad_latents", padded.device, [row.contiguous() for row in rows], padded)
+    _move("pad_latents", rows, padded, padded.device)
     return padded
 
 
 def trim(latents: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """Cut ``[N, K, S, C]`` into rows ``[K, lengths[i], C]``, each in memory of its own; pinned when latents are."""
     rows = _empty_rows(latents, lengths)
-    if not _run("trim_latents", latents.device, latents, rows):
-        _run("trim_latents", latents.device, latents.contiguous(), rows)
+    _move("trim_latents", latents, rows, latents.device)
     return rows
 
 
-def _run(name: str, device: torch.device, source: Any, target: Any) -> bool:
-    """Run a kernel on the device's stream or on torch's threads; false if the values of a token lie apart."""
+def _move(name: str, source: Any, target: Any, device: torch.device) -> None:
+    """Run a kernel; on a copy of its source where a tensor has no memory or the values of a token lie apart."""
+    if _run(name, source, target, device):
+        return
+    copies = _copied(source) if isinstance(source, Tensor) else [_copied(row) for row in source]
+    if not _run(name, copies, target, device):
+        raise ValueError("packing was given a tensor without memory, which only stands for another one")
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _run(name: str, source: Any, target: Any, device: torch.device) -> bool:
+    """Run a kernel on the device's stream or on torch's threads; false, and nothing is done, where it cannot."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream().cuda_stream

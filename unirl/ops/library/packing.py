@@ -53,7 +53,6 @@ def _pad_backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
 
 def _trim_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.bound = inputs[0].shape[2]
-    ctx.shape = inputs[0].shape
 
 
 def _trim_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, None]:
