@@ -11,7 +11,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from tests.models.bagel.conftest import Golden, relative_error
-from unirl.models.bagel import Bagel, ContextRequest, Contexts, SourceImage, build_contexts, plan_layout
+from unirl.models.bagel import (
+    Bagel,
+    ContextRequest,
+    Contexts,
+    SourceImage,
+    build_contexts,
+    plan_layout,
+    preset,
+)
 from unirl.models.bagel.layers import Linear, make_batch_invariant
 from unirl.models.bagel.transformer import by_expert, in_token_order
 
@@ -307,3 +315,14 @@ def test_tokens_by_expert_and_back_in_order_with_gradients() -> None:
     assert torch.autograd.gradcheck(by_expert, block)
     (gradient,) = torch.autograd.grad(by_expert(block)[1].sum(), block)  # the markers are not always read
     assert torch.equal(gradient[:, :, 0], torch.tensor([[0, 1, 1, 1, 1, 1, 0]] * 2).double())
+
+
+def test_marker_ids_first_read_in_inference_mode_can_be_trained_on() -> None:
+    model = Bagel(preset("bagel-digits"))
+    with torch.inference_mode():
+        before = model.marker_ids
+    embedding = model.language_model.model.embed_tokens.requires_grad_()
+    embedding(model.marker_ids).sum().backward()
+    counts = torch.zeros(embedding.num_embeddings)
+    counts[before.tolist()] = 1
+    assert torch.equal(embedding.weight.grad, counts[:, None].expand_as(embedding.weight))

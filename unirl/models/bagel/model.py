@@ -142,8 +142,9 @@ class Bagel(nn.Module):
         """Start-of-image and end-of-image ids, int64 ``[2]`` on the model's device."""
         # Kept, as a copy to a GPU waits for all that was launched before it.
         if self._marker_ids is None or self._marker_ids.device != self.device:
-            tokens = self.config.tokens
-            self._marker_ids = torch.tensor([tokens.start_of_image, tokens.end_of_image], device=self.device)
+            ids = [self.config.tokens.start_of_image, self.config.tokens.end_of_image]
+            with torch.inference_mode(False):  # training reads them too
+                self._marker_ids = torch.tensor(ids, device=self.device)
         return self._marker_ids
 
     def _latent_block(
