@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import IA3Config, LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -71,6 +72,43 @@ def test_on_a_cpu_the_adapter_is_pefts() -> None:
     model = model_with_adapter("cpu", torch.bfloat16)
     input = torch.randn(ROWS, TOKENS, IN).bfloat16()
     assert torch.equal(project(model[0], input), model[0](input))
+
+
+BF16_ON_A_GPU: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, ndim=3)
+"""As much of an input as the choice of a path looks at."""
+
+
+def test_on_a_gpu_what_is_no_lora_goes_its_own_way() -> None:
+    model = nn.Sequential(Linear(IN, OUT)).bfloat16()
+    inject_adapter_in_model(IA3Config(target_modules=["0"], feedforward_modules=[]), model)
+    model[0].forward = lambda input: "its own"
+    assert project(model[0], BF16_ON_A_GPU) == "its own"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_only_weights_of_the_inputs_dtype_are_multiplied_in_place(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "adapted", lambda input, *others: "in place")
+    model = model_with_adapter("cpu", dtype)
+    model[0].forward = lambda input: "peft's"
+    is_alike = dtype is torch.bfloat16
+    assert project(model[0], BF16_ON_A_GPU) == ("in place" if is_alike else "peft's")
+    plain = Linear(IN, OUT, bias=False).to(dtype).requires_grad_(False)
+    assert adapter._adds_itself(plain, BF16_ON_A_GPU) is is_alike
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_under_autocast_a_float32_residual_stays_float32(with_graph: bool) -> None:
+    layer = Linear(IN, OUT, bias=False).to("cuda").requires_grad_(False)
+    input = torch.randn(ROWS, TOKENS, IN, device="cuda").bfloat16()
+    residual = torch.randn(ROWS, TOKENS, OUT, device="cuda")
+    wanted = residual.double() + input.double() @ layer.weight.double().T
+    with torch.set_grad_enabled(with_graph), torch.autocast("cuda", torch.bfloat16):
+        result = project_onto(residual, layer, input)
+    assert result.dtype is torch.float32 and error(result, wanted) < 6e-3
 
 
 @pytest.mark.gpu

@@ -20,9 +20,10 @@ def project(layer: nn.Module, input: Tensor) -> Tensor:
     more than the layer itself. For 16-bit inputs on a GPU the factors are rounded for the products instead, as mixed precision
     does; what the optimizer moves stays float32.
     """
-    if not isinstance(layer, Linear) and input.is_cuda and input.dtype in (torch.bfloat16, torch.float16):
+    is_narrow = input.is_cuda and input.dtype in (torch.bfloat16, torch.float16)
+    if is_narrow and not isinstance(layer, Linear) and hasattr(layer, "lora_A"):
         base, name = layer.get_base_layer(), _active_adapter(layer)
-        if isinstance(base, Linear) and name is not None and not base.weight.requires_grad:
+        if isinstance(base, Linear) and name is not None and _is_frozen(base, input.dtype):
             down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
             return adapted(input, base, down, up, layer.scaling[name])
     return layer(input)
@@ -53,11 +54,16 @@ def _adds_itself(layer: nn.Module, input: Tensor) -> bool:
         isinstance(layer, Linear)
         and layer.bias is None
         and not layer.batch_invariant
-        and not layer.weight.requires_grad
+        and _is_frozen(layer, input.dtype)
         and input.is_cuda
         and input.ndim == 3
         and not torch.compiler.is_compiling()
     )
+
+
+def _is_frozen(layer: Linear, dtype: torch.dtype) -> bool:
+    # Of another dtype than the input only under autocast, which leaves products in place alone.
+    return not layer.weight.requires_grad and layer.weight.dtype is dtype
 
 
 def adapted(input: Tensor, base: Linear, down: Tensor, up: Tensor, scale: float) -> Tensor:
