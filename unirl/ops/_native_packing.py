@@ -31,16 +31,17 @@ def trim(latents: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def _move(name: str, source: Any, target: Any, device: torch.device) -> None:
-    """Run a kernel; on a copy of its source where a tensor has no memory or the values of a token lie apart."""
+    """Run a kernel; on copies where a tensor of the source has no memory or a token's values lie apart."""
     if _run(name, source, target, device):
         return
-    copies = _copied(source) if isinstance(source, Tensor) else [_copied(row) for row in source]
-    if not _run(name, copies, target, device):
+    whole = _whole(source) if isinstance(source, Tensor) else [_whole(row) for row in source]
+    if not _run(name, whole, target, device):
         raise ValueError("packing was given a tensor without memory, which only stands for another one")
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _whole(tensor: Tensor) -> Tensor:
+    """Contiguous and in memory, where a tensor that stands for zeros is not."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor.contiguous()
 
 
 def _run(name: str, source: Any, target: Any, device: torch.device) -> bool:
