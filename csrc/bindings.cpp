@@ -53,6 +53,14 @@ unirl::MutableRows mutable_rows(const RowsTuple& t) {
 
 int64_t element_bytes(const unirl::dlpack::Tensor& t) { return t.dtype.bits * t.dtype.lanes / 8; }
 
+// Whether every value lies in memory (of a tensor that stands for zeros, or for another one, none does), and the values
+// of a token, which is the last axis, are adjacent.
+bool lies_in_place(const unirl::dlpack::Tensor& t) {
+  const int32_t last = t.num_axes - 1;
+  const bool is_empty = std::find(t.shape, t.shape + t.num_axes, 0) != t.shape + t.num_axes;
+  return is_empty || (t.data != nullptr && (t.strides[last] == 1 || t.shape[last] == 1));
+}
+
 char* data_of(const unirl::dlpack::Tensor& t) { return static_cast<char*>(t.data) + t.byte_offset; }
 
 // Rows [K, seq_i, C] of a list, and the padded tensor [N, K, S, C].
@@ -65,19 +73,19 @@ struct Packing {
     num_frames = whole.shape[1];
     bound = whole.shape[2];
     token_bytes = whole.shape[3] * bytes;
-    in_place = has_memory(whole) && (whole.strides[3] == 1 || whole.shape[3] <= 1);
+    in_place = lies_in_place(whole);
     rows.reserve(tensors.size());
     for (const py::handle tensor : tensors) {
       const auto row = read(tensor);
       rows.push_back({data_of(row), row.strides[0] * bytes, row.strides[1] * bytes, row.shape[1]});
-      in_place = in_place && has_memory(row) && (row.strides[2] == 1 || row.shape[2] <= 1 || row.shape[1] == 0);
+      in_place = in_place && lies_in_place(row);
     }
   }
 
   std::vector<unirl::PackedRow> rows;
   unirl::PaddedTensor padded;
   int64_t num_frames, bound, token_bytes;
-  bool in_place;  // all have memory, where the C values of every token are adjacent
+  bool in_place;  // all of them lie so
 };
 
 // Length of the longest of `rows` [K, seq_i, C]; -1 unless all are tensors with memory and of one K, C, dtype and device.
@@ -253,8 +261,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("longest_row", longest_row);
 
-  // rows: list of [K, seq_i, C]; padded: [N, K, S, C]. False, and nothing is done, where a tensor has no memory or a
-  // token's values lie apart.
+  // rows: list of [K, seq_i, C]; padded: [N, K, S, C]. False, and nothing is done, where one does not lie in place.
   m.def("pad_latents", [](const py::list& rows, const py::object& padded, int num_threads) {
     const Packing packing(rows, padded);
     if (!packing.in_place) return false;

@@ -214,6 +214,13 @@ def test_a_tensor_that_stands_for_zeros_is_zeros(place: int) -> None:
     assert not any(row.any() for row in trim_latents(torch._efficientzerotensor((2, 2, 3, 4)), [3, 2]))
 
 
+def test_no_frames_of_any_strides() -> None:
+    rows = [torch.empty_strided((0, length, 3), (1, 1, 2)) for length in (2, 1)]
+    assert pad_latents(rows, 4).shape == (2, 0, 4, 3)
+    latents = torch.empty_strided((2, 0, 4, 3), (1, 1, 1, 2))
+    assert [row.shape for row in trim_latents(latents, [2, 1])] == [(0, 2, 3), (0, 1, 3)]
+
+
 def test_a_tensor_that_stands_for_another_one_is_refused() -> None:
     latents = torch._to_functional_tensor(torch.ones(2, 2, 3, 4))
     with pytest.raises(ValueError, match="without memory"):
