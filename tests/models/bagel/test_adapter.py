@@ -85,25 +85,31 @@ def test_on_a_gpu_what_is_no_lora_goes_its_own_way() -> None:
     assert project(model[0], BF16_ON_A_GPU) == "its own"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_only_weights_of_the_inputs_dtype_are_multiplied_in_place(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_autocast_gets_the_layers_as_they_are(is_cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "is_autocast_enabled", {"cuda": is_cast}.__getitem__)
     monkeypatch.setattr(adapter, "adapted", lambda input, *others: "in place")
-    model = model_with_adapter("cpu", dtype)
+    model = model_with_adapter("cpu", torch.bfloat16)
     model[0].forward = lambda input: "peft's"
-    is_alike = dtype is torch.bfloat16
-    assert project(model[0], BF16_ON_A_GPU) == ("in place" if is_alike else "peft's")
-    plain = Linear(IN, OUT, bias=False).to(dtype).requires_grad_(False)
-    assert adapter._adds_itself(plain, BF16_ON_A_GPU) is is_alike
+    model[0].get_base_layer().requires_grad_(False)
+    assert project(model[0], BF16_ON_A_GPU) == ("peft's" if is_cast else "in place")
+    plain = Linear(IN, OUT, bias=False).bfloat16()
+    assert adapter._adds_itself(plain, BF16_ON_A_GPU) is not is_cast
+
+
+def test_a_frozen_copy_of_trained_weights_goes_the_same_way() -> None:
+    layer = Linear(IN, OUT, bias=False).bfloat16()
+    ways = [adapter._adds_itself(layer.requires_grad_(trained), BF16_ON_A_GPU) for trained in (False, True)]
+    assert ways == [True, True]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("with_graph", [False, True])
-def test_under_autocast_a_float32_residual_stays_float32(with_graph: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_a_float32_residual_stays_float32(with_graph: bool, dtype: torch.dtype) -> None:
     layer = Linear(IN, OUT, bias=False).to("cuda").requires_grad_(False)
-    input = torch.randn(ROWS, TOKENS, IN, device="cuda").bfloat16()
+    input = torch.randn(ROWS, TOKENS, IN, device="cuda").to(dtype)
     residual = torch.randn(ROWS, TOKENS, OUT, device="cuda")
     wanted = residual.double() + input.double() @ layer.weight.double().T
     with torch.set_grad_enabled(with_graph), torch.autocast("cuda", torch.bfloat16):
@@ -129,7 +135,7 @@ def test_on_a_gpu_the_adapter_is_pefts_within_the_dtype(invariant: bool) -> None
 def test_a_product_added_to_the_residual(
     strided: bool, with_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = Linear(IN, OUT, bias=False).double().requires_grad_(False)
+    layer = Linear(IN, OUT, bias=False).double()
     input = torch.randn(ROWS, TOKENS + 2, IN, dtype=torch.float64)
     input = input[:, 1:-1] if strided else input[:, :TOKENS].contiguous()
     residual, upstream = torch.randn(2, ROWS, TOKENS, OUT, dtype=torch.float64)
@@ -142,8 +148,9 @@ def test_a_product_added_to_the_residual(
     torch.testing.assert_close(result, wanted)
     assert torch.equal(residual, kept) is with_graph
     if with_graph:
-        grads = torch.autograd.grad(result, leaves, upstream)
-        torch.testing.assert_close(grads, (upstream @ layer.weight, upstream))
+        grads = torch.autograd.grad(result, [*leaves, layer.weight], upstream)
+        by_weight = upstream.flatten(0, 1).T @ leaves[0].flatten(0, 1)
+        torch.testing.assert_close(grads, (upstream @ layer.weight, upstream, by_weight))
 
 
 @pytest.mark.gpu

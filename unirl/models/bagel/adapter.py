@@ -20,10 +20,10 @@ def project(layer: nn.Module, input: Tensor) -> Tensor:
     more than the layer itself. For 16-bit inputs on a GPU the factors are rounded for the products instead, as mixed precision
     does; what the optimizer moves stays float32.
     """
-    is_narrow = input.is_cuda and input.dtype in (torch.bfloat16, torch.float16)
+    is_narrow = input.is_cuda and input.dtype in (torch.bfloat16, torch.float16) and not _is_cast()
     if is_narrow and not isinstance(layer, Linear) and hasattr(layer, "lora_A"):
         base, name = layer.get_base_layer(), _active_adapter(layer)
-        if isinstance(base, Linear) and name is not None and _is_frozen(base, input.dtype):
+        if isinstance(base, Linear) and name is not None and not base.weight.requires_grad:
             down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
             return adapted(input, base, down, up, layer.scaling[name])
     return layer(input)
@@ -32,8 +32,9 @@ def project(layer: nn.Module, input: Tensor) -> Tensor:
 def project_onto(residual: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
     """``residual + project(layer, input)``; the residual's memory may be the result's where no graph is kept.
 
-    On a GPU a plain layer's product adds to the residual itself, where all is frozen and a row need not keep its bits in every
-    batch: the sum is rounded once and takes no pass of its own.
+    On a GPU a plain layer's product adds to the residual itself, where a row need not keep its bits in every batch: the sum is
+    rounded once and takes no pass of its own. So it does for trained weights: a rollout's copy of them is frozen, and has to
+    give a replay's bits.
     """
     if not _adds_itself(layer, input):
         return residual + project(layer, input)
@@ -54,16 +55,16 @@ def _adds_itself(layer: nn.Module, input: Tensor) -> bool:
         isinstance(layer, Linear)
         and layer.bias is None
         and not layer.batch_invariant
-        and _is_frozen(layer, input.dtype)
         and input.is_cuda
         and input.ndim == 3
+        and not _is_cast()
         and not torch.compiler.is_compiling()
     )
 
 
-def _is_frozen(layer: Linear, dtype: torch.dtype) -> bool:
-    # Of another dtype than the input only under autocast, which leaves products in place alone.
-    return not layer.weight.requires_grad and layer.weight.dtype is dtype
+def _is_cast() -> bool:
+    """Whether autocast is on: it would leave a product in place alone, and round the residual of any other."""
+    return torch.is_autocast_enabled("cuda")
 
 
 def adapted(input: Tensor, base: Linear, down: Tensor, up: Tensor, scale: float) -> Tensor:
