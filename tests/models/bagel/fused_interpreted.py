@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -52,7 +51,8 @@ def norms_equal_the_module(dtype: torch.dtype) -> None:
 
 def heads_equal_the_modules(dtype: torch.dtype) -> None:
     size = 16
-    for num_heads, latents, batch in itertools.product((1, 3), (0, 5), (2,)):
+    batch = 2
+    for num_heads, latents in ((1, 0), (3, 5)):
         norms = [RMSNorm(size, EPS).to(dtype) for _ in range(2)]
         for norm in norms:
             torch.nn.init.normal_(norm.weight)
@@ -118,8 +118,8 @@ def the_model_gives_the_same_velocity_and_gradients(monkeypatch: pytest.MonkeyPa
     model.initialize(0)
     torch.nn.init.normal_(model.llm2vae.weight)
     model.gradient_checkpointing = True
-    layout = plan_layout(config, list(b"7"), (4, 8))
-    latents, time = torch.randn(2, 8, 4), torch.tensor([0.2, 0.7])
+    layout = plan_layout(config, list(b"7"), (4, 4))
+    latents, time = torch.randn(2, 4, 4), torch.tensor([0.2, 0.7])
     norms = ("layernorm", "q_norm", "k_norm")
     for trained in (("moe_gen",), ("moe_gen", *norms)):  # with the norms' weights frozen, and not
         weights = []
