@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
 // ---- tensors: a warp takes four tiles at a time -------------------------------------------------------------------
 
 // Sixteen lanes share a tile: lane l has the words 2 (l + 16 i) and 2 (l + 16 i) + 1, i < 4. Half a warp has the even
-// tiles of a batch, the other half the odd ones. Words come through shared memory, a few batches ahead, so that memory
+// tiles of a batch, the other half the odd ones. Words come through shared memory, a batch ahead, so that memory
 // is busy while the sums are made; each lane reads back what it copied itself, which needs no barrier.
 constexpr int kTileLanes = 16;
 constexpr int kPieces = 4;                                     // 16-byte pieces of a tile that a lane has
