@@ -215,13 +215,14 @@ __device__ __forceinline__ void pin(T (&registers)[kCount]) {
                : UNIRL_ACCUMULATORS_##count                                                                   \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
 
-// Columns of a product with both operands in shared memory: 2 * kCount.
-template <typename Element, int kCount>
-__device__ __forceinline__ void product_shared(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
-  constexpr bool kBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
-  static_assert(kCount == 32);
-  if constexpr (kCount == 32 && kBfloat16) UNIRL_PRODUCT_SHARED(64, "bf16", 32, "%32", "%33", "%34", 0);
-  if constexpr (kCount == 32 && !kBfloat16) UNIRL_PRODUCT_SHARED(64, "f16", 32, "%32", "%33", "%34", 0);
+// 64 columns.
+template <typename Element>
+__device__ __forceinline__ void product_shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    UNIRL_PRODUCT_SHARED(64, "bf16", 32, "%32", "%33", "%34", 0);
+  } else {
+    UNIRL_PRODUCT_SHARED(64, "f16", 32, "%32", "%33", "%34", 0);
+  }
 }
 
 // The same for operands whose reduction runs along their rows (describe_column_panels), 64 columns.
@@ -249,7 +250,7 @@ __device__ __forceinline__ void product_registers(float (&d)[kCount], uint32_t a
     UNIRL_PRODUCT_REGISTERS(128, "f16", 64, "%64, %65, %66, %67", "%68");
 }
 
-// d[64 x 2 kCount] (+)= a b, a in registers, b in shared memory with the reduction along its columns
+// d[64 x 128] (+)= a b, a in registers, b in shared memory with the reduction along its columns
 // (describe_row_panels).
 #define UNIRL_PRODUCT_ROW_PANELS(columns, type, count, a_operands, b_operand, p_operand)                      \
   asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " p_operand                                \
@@ -258,10 +259,9 @@ __device__ __forceinline__ void product_registers(float (&d)[kCount], uint32_t a
                : UNIRL_ACCUMULATORS_##count                                                                   \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate))
 
-template <typename Element, int kCount>
-__device__ __forceinline__ void product_registers_row_panels(float (&d)[kCount], uint32_t a0, uint32_t a1,
-                                                             uint32_t a2, uint32_t a3, uint64_t b, int accumulate) {
-  static_assert(kCount == 64);
+template <typename Element>
+__device__ __forceinline__ void product_registers_row_panels(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2,
+                                                             uint32_t a3, uint64_t b, int accumulate) {
   if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
     UNIRL_PRODUCT_ROW_PANELS(128, "bf16", 64, "%64, %65, %66, %67", "%68", "%69");
   } else {
