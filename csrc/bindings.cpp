@@ -88,6 +88,16 @@ struct Packing {
   bool in_place;  // all of them lie so
 };
 
+// Runs a kernel on rows and padded tensor. False, and nothing is done, where one does not lie in place.
+template <typename Run>
+bool run_packing(const py::list& rows, const py::object& padded, const Run& run) {
+  const Packing packing(rows, padded);
+  if (!packing.in_place) return false;
+  const py::gil_scoped_release no_gil_here;
+  run(packing);
+  return true;
+}
+
 // Length of the longest of `rows` [K, seq_i, C]; -1 unless all are tensors with memory and of one K, C, dtype and device.
 int64_t longest_row(const py::list& rows, const py::type& tensor_type) {
   const unirl::dlpack::Reader read(tensor_type);
@@ -261,22 +271,17 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("longest_row", longest_row);
 
-  // rows: list of [K, seq_i, C]; padded: [N, K, S, C]. False, and nothing is done, where one does not lie in place.
+  // rows: list of [K, seq_i, C]; padded: [N, K, S, C].
   m.def("pad_latents", [](const py::list& rows, const py::object& padded, int num_threads) {
-    const Packing packing(rows, padded);
-    if (!packing.in_place) return false;
-    const py::gil_scoped_release no_gil_here;
-    unirl::pad_latents(packing.rows, packing.padded, packing.num_frames, packing.bound, packing.token_bytes,
-                       num_threads);
-    return true;
+    return run_packing(rows, padded, [&](const Packing& p) {
+      unirl::pad_latents(p.rows, p.padded, p.num_frames, p.bound, p.token_bytes, num_threads);
+    });
   });
 
   m.def("trim_latents", [](const py::object& padded, const py::list& rows, int num_threads) {
-    const Packing packing(rows, padded);
-    if (!packing.in_place) return false;
-    const py::gil_scoped_release no_gil_here;
-    unirl::trim_latents(packing.rows, packing.padded, packing.num_frames, packing.token_bytes, num_threads);
-    return true;
+    return run_packing(rows, padded, [&](const Packing& p) {
+      unirl::trim_latents(p.rows, p.padded, p.num_frames, p.token_bytes, num_threads);
+    });
   });
 
   m.def(
@@ -323,21 +328,15 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda_architectures") = UNIRL_CUDA_ARCHITECTURES;
 
   m.def("cuda_pad_latents", [](const py::list& rows, const py::object& padded, Address stream) {
-    const Packing packing(rows, padded);
-    if (!packing.in_place) return false;
-    const py::gil_scoped_release no_gil_here;
-    unirl::cuda::pad_latents(packing.rows, packing.padded, packing.num_frames, packing.bound, packing.token_bytes,
-                             pointer<void>(stream));
-    return true;
+    return run_packing(rows, padded, [&](const Packing& p) {
+      unirl::cuda::pad_latents(p.rows, p.padded, p.num_frames, p.bound, p.token_bytes, pointer<void>(stream));
+    });
   });
 
   m.def("cuda_trim_latents", [](const py::object& padded, const py::list& rows, Address stream) {
-    const Packing packing(rows, padded);
-    if (!packing.in_place) return false;
-    const py::gil_scoped_release no_gil_here;
-    unirl::cuda::trim_latents(packing.rows, packing.padded, packing.num_frames, packing.token_bytes,
-                              pointer<void>(stream));
-    return true;
+    return run_packing(rows, padded, [&](const Packing& p) {
+      unirl::cuda::trim_latents(p.rows, p.padded, p.num_frames, p.token_bytes, pointer<void>(stream));
+    });
   });
 
   m.def(
